@@ -1,0 +1,93 @@
+"""Rollback of the target's KV cache: one rule per mlx-lm cache class.
+
+After n rejected drafts the cache must equal that of a run which never saw them. mlx-lm's own trim is
+right for full and quantised caches. For a sliding window it is not: `trim` refuses once the window
+is full. Right after a step of two or more rows, though, the window's buffer is in time order and
+still holds everything the step pushed out of sight, so cutting the last n rows restores it exactly;
+only steps of two or more rows can have a rejected draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
+
+from .errors import CacheError
+from .structs import KVOptions
+
+
+class TargetCache:
+    """All layers' caches of one request. `offset` is the number of positions they hold."""
+
+    def __init__(self, model: nn.Module, options: KVOptions):
+        self.layers: list[Any] = make_prompt_cache(model)
+        self.offset = 0
+        self._options = options
+        self._quantised = options.bits is None
+        if not self._quantised:
+            for layer in self.layers:
+                if type(layer) is not KVCache:
+                    raise CacheError(f"--kv-bits {options.bits} cannot quantise {type(layer).__name__}, which this "
+                                     "model uses: leave --kv-bits out")
+
+    def require_rollback(self) -> None:
+        """Raise CacheError, naming the class, if a rejected draft could not be undone."""
+        for layer in self.layers:
+            for part in _parts(layer):
+                if type(part) not in _ROLLBACK:
+                    raise CacheError(f"this model keeps its state in {type(part).__name__}, which cannot be rolled "
+                                     "back after a rejected draft: use --policy plain")
+
+    def room(self) -> int | None:
+        """How many rows may run before the cache changes its kind (quantisation starts), None for any.
+
+        Plain decoding would see the quantised cache from that position on, so no forward crosses it.
+        """
+        return None if self._quantised else max(1, self._options.start - self.offset)
+
+    def advance(self, rows: int, keep: int) -> None:
+        """Account for a forward of `rows` rows of which the first `keep` stay."""
+        if keep < rows:
+            for layer in self.layers:
+                for part in _parts(layer):
+                    _ROLLBACK[type(part)](part, rows - keep)
+        self.offset += keep
+        if not self._quantised and self.offset >= self._options.start:
+            self.layers[:] = [layer.to_quantized(self._options.group_size, self._options.bits) for layer in self.layers]
+            self._quantised = True
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What must be evaluated to have the cache in memory."""
+        return [layer.state for layer in self.layers]
+
+
+def _parts(layer: Any) -> list[Any]:
+    if type(layer) is CacheList:
+        return [part for inner in layer.caches for part in _parts(inner)]
+    return [layer]
+
+
+def _trim(cache: Any, rows: int) -> None:
+    trimmed = cache.trim(rows)
+    assert trimmed == rows, f"asked to drop {rows} rows, {trimmed} were dropped"
+
+
+def _cut_window(cache: RotatingKVCache, rows: int) -> None:
+    assert cache.keys.shape[2] == cache._idx, "a window can only be cut right after a step of two or more rows"
+    cache._idx -= rows
+    cache.offset -= rows
+    cache.keys = cache.keys[..., : cache._idx, :]
+    cache.values = cache.values[..., : cache._idx, :]
+
+
+# Exact classes, not isinstance: a subclass may keep more than the rule knows.
+_ROLLBACK: dict[type, Callable[[Any, int], None]] = {
+    KVCache: _trim,
+    QuantizedKVCache: _trim,
+    RotatingKVCache: _cut_window,
+}

@@ -1,0 +1,265 @@
+"""The round loop: propose, schedule, verify, accept, commit.
+
+`decode` is the whole method. It yields one `Round` record per round; streaming, bench, evaluation
+and calibration all consume it. Everything is lazy until `land` reads the device: once a round, and
+once more for a policy that must see this round's confidences. The next round is submitted before the
+current one is handed to the caller, so the device works while text is detokenised.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+from .load import Pair
+from .sampling import Rule
+from .schedule import Policy
+from .structs import KVOptions, Proposal, Round, Schedule, Verdict
+
+HISTORY = 256  # rounds that a policy may look back on
+CLEAR_EVERY = 256  # committed tokens between two clears of mlx's buffer cache
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """Everything a run needs to know, resolved before the loop.
+
+    max_tokens: None runs until a stop token. stop_ids: token ids that end the text.
+    logprobs, confidences: read these too, in the same host read.
+    timing: evaluate after each part, so that `Round.seconds` tells draft and verify apart; slower.
+    """
+
+    rule: Rule
+    policy: Policy
+    max_tokens: int | None = None
+    stop_ids: frozenset[int] = frozenset()
+    kv: KVOptions = KVOptions()
+    prefill_step: int = 2048
+    logprobs: bool = False
+    confidences: bool = False
+    timing: bool = False
+
+
+def decode(pair: Pair, prompt: Sequence[int], options: DecodeOptions) -> Iterator[Round]:
+    """Generate tokens after `prompt` (token ids, at least one); round 0 is the token of the prefill.
+
+    Raises CacheError, before any work, if the policy drafts and the cache cannot be rolled back.
+    """
+    run = Run(pair, prompt, options)
+    if options.max_tokens == 0:
+        return
+    flight = prefill(run, prompt)
+    while True:
+        # A settled round needs no decision of the host: the next one starts before it is read.
+        ahead = launch(run) if flight.settled and run.left > 0 else None
+        landed = land(run, flight)
+        if landed.finish is not None:
+            yield landed
+            return
+        flight = ahead or launch(run)
+        yield landed
+
+
+@dataclass
+class Flight:
+    """A round on its way. Settled: its rows are committed although its tokens are not read yet."""
+
+    index: int
+    start: int
+    proposal: Proposal
+    judging: mx.array | None  # random key of the accept rule
+    proposed: int = 0
+    schedule: Schedule | None = None
+    confidences: tuple[float, ...] | None = None
+    inputs: mx.array | None = None  # anchor and admitted drafts [1, rows]
+    taps: mx.array | None = None  # [1, rows, M*D]
+    verdict: Verdict | None = None
+    packed: mx.array | None = None  # all that the host reads, one int32 vector
+    settled: bool = False
+    last: bool = False  # no token is left to generate after this round
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Run:
+    """The state of one request between rounds."""
+
+    def __init__(self, pair: Pair, prompt: Sequence[int], options: DecodeOptions):
+        self.options, self.rule, self.policy = options, options.rule, options.policy
+        self.target = pair.target
+        self.cache = pair.target.start(options.kv)
+        self.draft = None if self.policy.name == "plain" else pair.draft
+        if self.draft is not None:
+            self.cache.require_rollback()
+            self.context = self.draft.start()
+        self.taps = () if self.draft is None else self.draft.taps
+        self.key = self.rule.start()
+        self.seen = mx.array(prompt, dtype=mx.int32) if self.rule.uses_history else None  # [n]
+        self.anchor: mx.array | None = None  # [1]
+        self.left: float = math.inf if options.max_tokens is None else options.max_tokens
+        self.history: deque[Round] = deque(maxlen=HISTORY)
+        self.launched = self.generated = 0
+
+    def new_flight(self) -> tuple[Flight, mx.array | None]:
+        """The next round, with the random key for its drafting."""
+        self.key, drafting, judging = self.rule.split(self.key)
+        nothing = Proposal(mx.zeros((1, 0), dtype=mx.int32))
+        flight = Flight(self.launched, self.cache.offset, nothing, judging)
+        self.launched += 1
+        return flight, drafting
+
+    def observe(self, tokens: mx.array, taps: mx.array | None) -> None:
+        """Hand committed rows [1, T] to the draft."""
+        if self.draft is not None:
+            self.draft.observe(self.context, tokens, taps)
+
+    def most_drafts(self) -> float:
+        """No round verifies past the last token wanted, nor across a change of the cache's kind."""
+        room = self.cache.room()
+        return min(self.left, math.inf if room is None else room) - 1
+
+
+def prefill(run: Run, prompt: Sequence[int]) -> Flight:
+    """Run the prompt; its last row is judged like a round without drafts."""
+    since = time.perf_counter()
+    flight, _ = run.new_flight()
+    verified = run.target.prefill(prompt, run.cache, run.taps, run.options.prefill_step, run.observe)
+    flight.start = run.cache.offset - 1
+    flight.schedule = Schedule(0, run.policy.name, "prefill")
+    flight.verdict = run.rule.judge(flight.proposal.tokens, None, verified.logits, run.seen, flight.judging)
+    advance(run, flight, accepted=0)
+    flight.settled = True
+    submit(run, flight)
+    _clock(run, flight, "prefill", since, flight.packed)
+    return flight
+
+
+def launch(run: Run) -> Flight:
+    """Start the next round; a policy that must see its confidences goes on in `land`."""
+    flight = propose(run)
+    if not (run.policy.reads_confidence and flight.proposed):
+        verify(run, flight)
+    return flight
+
+
+def propose(run: Run) -> Flight:
+    """Ask the policy whether to draft, and the draft for that many tokens."""
+    since = time.perf_counter()
+    flight, drafting = run.new_flight()
+    flight.proposed = int(min(run.policy.before(run.history), run.most_drafts()))
+    if flight.proposed > 0:
+        pick = run.rule.picker(run.seen, drafting, flight.proposed)
+        flight.proposal = run.draft.propose(run.context, run.anchor, flight.proposed, pick)
+        mx.async_eval(flight.proposal.tokens)
+    _clock(run, flight, "draft", since, flight.proposal.tokens)
+    return flight
+
+
+def verify(run: Run, flight: Flight) -> None:
+    """Schedule, run anchor and admitted drafts through the target, and judge them; nothing is read."""
+    since = time.perf_counter()
+    proposal = flight.proposal
+    if run.policy.reads_confidence and flight.proposed:
+        flight.confidences = tuple(mx.sigmoid(proposal.confidence_logits[0]).tolist())
+    flight.schedule = run.policy.after(flight.proposed, flight.confidences)
+    drafts = proposal.tokens[:, : flight.schedule.drafts]  # [1, N]
+    flight.inputs = mx.concatenate([run.anchor[:, None], drafts], axis=1)  # [1, N + 1]
+    verified = run.target.forward(flight.inputs, run.cache, run.taps)
+    flight.taps = verified.taps
+    log_q = None if proposal.log_q is None else proposal.log_q[:, : flight.schedule.drafts]
+    flight.verdict = run.rule.judge(drafts, log_q, verified.logits, run.seen, flight.judging)
+    if flight.schedule.drafts == 0:  # nothing can be rejected
+        commit(run, flight, accepted=0)
+        flight.settled = True
+    submit(run, flight)
+    _clock(run, flight, "verify", since, flight.packed)
+
+
+def submit(run: Run, flight: Flight) -> None:
+    """Pack what the host will read into one vector and start the device on it."""
+    verdict, proposal = flight.verdict, flight.proposal
+    parts = [verdict.accepted, verdict.tokens[0], proposal.tokens[0, : flight.schedule.drafts]]
+    if run.options.logprobs:
+        parts.append(mx.view(verdict.logprobs[0], mx.int32))
+    if run.options.confidences and flight.confidences is None and proposal.confidence_logits is not None:
+        parts.append(mx.view(mx.sigmoid(proposal.confidence_logits[0]), mx.int32))
+    flight.packed = mx.concatenate([part.astype(mx.int32) for part in parts])
+    mx.async_eval(flight.packed)
+
+
+def land(run: Run, flight: Flight) -> Round:
+    """Read the outcome (the round's one host read), commit it and cut it at the first stop token."""
+    if flight.verdict is None:
+        verify(run, flight)
+    since = time.perf_counter()
+    numbers = flight.packed.tolist()
+    _clock(run, flight, "wait", since)
+    since = time.perf_counter()
+    drafted = flight.schedule.drafts
+    accepted, tokens, drafts = numbers[0], numbers[1 : drafted + 2], numbers[drafted + 2 : 2 * drafted + 2]
+    floats = np.array(numbers[2 * drafted + 2 :], dtype=np.int32).view(np.float32).tolist()
+    if not flight.settled:
+        commit(run, flight, accepted)
+    kept, finish = _cut(tokens[: accepted + 1], run.options.stop_ids, flight.last)
+    _clear_cache(run, kept)
+    _clock(run, flight, "commit", since)
+    landed = Round(
+        index=flight.index,
+        start=flight.start,
+        rows=0 if flight.index == 0 else drafted + 1,
+        proposed=flight.proposed,
+        drafts=tuple(drafts),
+        accepted=min(accepted, kept),
+        tokens=tuple(tokens[:kept]),
+        schedule=flight.schedule,
+        seconds=flight.seconds,
+        logprobs=tuple(floats[:kept]) if run.options.logprobs else None,
+        confidences=flight.confidences or tuple(floats[drafted + 1 if run.options.logprobs else 0 :]) or None,
+        finish=finish,
+    )
+    run.history.append(landed)
+    return landed
+
+
+def commit(run: Run, flight: Flight, accepted: int) -> None:
+    """Keep anchor and accepted drafts: roll the target's cache back, give their taps to the draft."""
+    rows, keep = flight.inputs.shape[1], accepted + 1
+    run.cache.advance(rows, keep)
+    run.observe(flight.inputs[:, :keep], None if flight.taps is None else flight.taps[:, :keep])
+    advance(run, flight, accepted)
+
+
+def advance(run: Run, flight: Flight, accepted: int) -> None:
+    """The token after the accepted run becomes the next anchor."""
+    tokens = flight.verdict.tokens[0, : accepted + 1]
+    run.anchor = tokens[accepted:]
+    if run.seen is not None:
+        run.seen = mx.concatenate([run.seen, tokens])
+    run.left -= accepted + 1
+    flight.last = run.left <= 0
+
+
+def _cut(tokens: list[int], stop_ids: frozenset[int], last: bool) -> tuple[int, str | None]:
+    """How many tokens stay (up to the first stop token, included), and why the text ends here."""
+    for i, token in enumerate(tokens):
+        if token in stop_ids:
+            return i + 1, "stop"
+    return len(tokens), "length" if last else None
+
+
+def _clear_cache(run: Run, tokens: int) -> None:
+    """Clear mlx's buffer cache when a threshold is crossed: rounds jump over multiples."""
+    before, run.generated = run.generated, run.generated + tokens
+    if before // CLEAR_EVERY != run.generated // CLEAR_EVERY:
+        mx.clear_cache()
+
+
+def _clock(run: Run, flight: Flight, part: str, since: float, *arrays: mx.array) -> None:
+    if run.options.timing:
+        mx.eval(*arrays)
+    flight.seconds[part] = time.perf_counter() - since

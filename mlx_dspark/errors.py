@@ -1,0 +1,13 @@
+"""The three errors a user can cause. Each message is one line: the value, the place, the remedy."""
+
+
+class FormatError(ValueError):
+    """A file or folder is not what it should be (missing, truncated, unknown layout, NaN weights)."""
+
+
+class PairError(ValueError):
+    """Target, draft or tokenizer do not belong together; the message names both values."""
+
+
+class CacheError(ValueError):
+    """The target keeps state that cannot be rolled back after a rejected draft."""

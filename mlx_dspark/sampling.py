@@ -1,0 +1,257 @@
+"""One processed distribution for drafting, accepting, residual and bonus; the accept rule.
+
+Everything is batched over requests (leading axis B) and stays on the device. A rule is built once
+per request from its `Sampling`; the round loop then only calls `picker` and `judge`.
+
+The exactness argument (Leviathan et al. 2023; paper, section 2): a draft drawn from q and accepted
+with probability min(1, p/q), with a rejection replaced by a draw from normalise(max(p - q, 0)), has
+distribution p. It holds for any q that the draft was really drawn from, so p and q are made by the
+same float32 function `shape`, and q is the very array the draft token was sampled from.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import mlx.core as mx
+
+from .structs import Sampling, Verdict
+
+Processor = Callable[[mx.array, mx.array], mx.array]  # (tokens [n], logits [1, V]) -> logits [1, V]
+Shape = Callable[[mx.array], mx.array]  # logits [..., V] -> float32 log-probabilities [..., V]
+Pick = Callable[[mx.array, Sequence[mx.array]], tuple[mx.array, mx.array | None]]
+
+RESIDUAL_FLOOR = 1e-8  # below this mass a residual is rounding noise: p and q are equal
+
+
+class Rule(Protocol):
+    """Chooses draft tokens and judges them. `seen` is the token history [n], None without processors."""
+
+    uses_history: bool
+    seed: int | None
+
+    def start(self) -> mx.array | None:
+        """The request's own random key, None when nothing is random."""
+
+    def split(self, key: mx.array | None) -> tuple[mx.array | None, mx.array | None, mx.array | None]:
+        """(key for later rounds, key for drafting, key for judging)."""
+
+    def picker(self, seen: mx.array | None, key: mx.array | None, slots: int) -> Pick:
+        """A function (corrected logits [B, V], drafts so far) -> (token [B], log_q [B, V] or None)."""
+
+    def judge(
+        self, drafts: mx.array, log_q: mx.array | None, logits: mx.array,
+        seen: mx.array | None, key: mx.array | None,
+    ) -> Verdict:
+        """Accept a prefix of drafts [B, N] under target logits [B, N + 1, V]."""
+
+
+def make_rule(sampling: Sampling, processors: Sequence[Processor] = ()) -> Rule:
+    """The accept rule for one request.
+
+    processors: functions (tokens [n], logits [1, V]) -> logits [1, V], mlx-lm's logits processors;
+        each row sees the tokens it would have seen in plain decoding.
+    """
+    process = _make_process(processors)
+    if sampling.greedy:
+        return GreedyRule(process, bool(processors))
+    seed = int.from_bytes(os.urandom(4), "little") if sampling.seed is None else sampling.seed
+    return SampledRule(process, bool(processors), make_shape(sampling), seed)
+
+
+def make_shape(sampling: Sampling) -> Shape:
+    """Logits [..., V] -> float32 log-probabilities of the processed distribution [..., V].
+
+    bf16 softmaxes over a large vocabulary do not sum to one, so the first step is the cast.
+    """
+    keeps = _make_filter(sampling)
+    scale = 1.0 / sampling.temperature
+
+    def shape(logits: mx.array) -> mx.array:
+        return log_softmax(keeps(logits.astype(mx.float32)) * scale)
+
+    return shape
+
+
+def log_softmax(logits: mx.array) -> mx.array:
+    """log(softmax(logits)) in float32 over the last axis; -inf stays -inf."""
+    logits = logits.astype(mx.float32)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def accept_mask(p: mx.array, q: mx.array, drafts: mx.array, uniforms: mx.array) -> mx.array:
+    """Which drafts pass u < p(x) / q(x), each on its own.
+
+    p, q: [B, N, V]; drafts, uniforms (in [0, 1)): [B, N]. The product form needs no guard against a
+    small q. Returns bool [B, N].
+    """
+    p_x = mx.take_along_axis(p, drafts[..., None], axis=-1)[..., 0]  # [B, N]
+    q_x = mx.take_along_axis(q, drafts[..., None], axis=-1)[..., 0]  # [B, N]
+    return uniforms * q_x < p_x
+
+
+def next_weights(p: mx.array, q: mx.array, accepted: mx.array) -> mx.array:
+    """Unnormalised weights of the token after the accepted run.
+
+    p: [B, N + 1, V]; q: [B, N, V]; accepted: [B]. Returns [B, V]: max(p - q, 0) of the rejected row,
+    p itself for the bonus row and where p equals q.
+    """
+    q = mx.concatenate([q, mx.zeros_like(p[:, :1])], axis=1)  # the bonus row has no draft   [B, N + 1, V]
+    at = accepted[:, None, None].astype(mx.int32)
+    p_row = mx.take_along_axis(p, at, axis=1)[:, 0]  # [B, V]
+    q_row = mx.take_along_axis(q, at, axis=1)[:, 0]  # [B, V]
+    residual = mx.maximum(p_row - q_row, 0)
+    return mx.where(residual.sum(axis=-1, keepdims=True) > RESIDUAL_FLOOR, residual, p_row)
+
+
+def leading_run(passed: mx.array) -> mx.array:
+    """Length of the leading run of True [B, N] -> int32 [B]."""
+    return mx.cumprod(passed.astype(mx.int32), axis=1).sum(axis=1).astype(mx.int32)
+
+
+class GreedyRule:
+    """Accept while the draft equals the target's argmax; the next token is the argmax."""
+
+    seed = None
+
+    def __init__(self, process: _Process, uses_history: bool):
+        self._process = process
+        self.uses_history = uses_history
+
+    def start(self) -> None:
+        return None
+
+    def split(self, key: mx.array | None) -> tuple[None, None, None]:
+        return None, None, None
+
+    def picker(self, seen: mx.array | None, key: mx.array | None, slots: int) -> Pick:
+        def pick(logits: mx.array, drafts: Sequence[mx.array]) -> tuple[mx.array, None]:
+            return mx.argmax(self._process(logits[:, None], seen, drafts)[:, 0], axis=-1), None  # [B]
+
+        return pick
+
+    def judge(
+        self, drafts: mx.array, log_q: mx.array | None, logits: mx.array,
+        seen: mx.array | None, key: mx.array | None,
+    ) -> Verdict:
+        logits = self._process(logits, seen, [drafts[:, k] for k in range(drafts.shape[1])])
+        tokens = mx.argmax(logits, axis=-1).astype(mx.int32)  # [B, N + 1]
+        accepted = leading_run(drafts == tokens[:, :-1])
+        return Verdict(accepted, tokens, _logprobs(logits, tokens))
+
+
+class SampledRule:
+    """Rejection sampling with the request's own key; exact for every draft distribution."""
+
+    def __init__(self, process: _Process, uses_history: bool, shape: Shape, seed: int):
+        self._process = process
+        self._shape = shape
+        self.uses_history = uses_history
+        self.seed = seed
+
+    def start(self) -> mx.array:
+        return mx.random.key(self.seed)
+
+    def split(self, key: mx.array | None) -> tuple[mx.array, mx.array, mx.array]:
+        later, drafting, judging = mx.random.split(key, 3)
+        return later, drafting, judging
+
+    def picker(self, seen: mx.array | None, key: mx.array | None, slots: int) -> Pick:
+        keys = mx.random.split(key, slots)
+
+        def pick(logits: mx.array, drafts: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
+            log_q = self._shape(self._process(logits[:, None], seen, drafts)[:, 0])  # [B, V]
+            return mx.random.categorical(log_q, key=keys[len(drafts)]), log_q
+
+        return pick
+
+    def judge(
+        self, drafts: mx.array, log_q: mx.array | None, logits: mx.array,
+        seen: mx.array | None, key: mx.array | None,
+    ) -> Verdict:
+        test_key, next_key = mx.random.split(key)
+        return self.judge_with(drafts, log_q, logits, seen, mx.random.uniform(shape=drafts.shape, key=test_key),
+                               next_key)
+
+    def judge_with(
+        self, drafts: mx.array, log_q: mx.array | None, logits: mx.array,
+        seen: mx.array | None, uniforms: mx.array, next_key: mx.array,
+    ) -> Verdict:
+        """`judge` with the accept tests' uniforms [B, N] given (for replaying recorded runs)."""
+        slots = drafts.shape[1]
+        logits = self._process(logits, seen, [drafts[:, k] for k in range(slots)])
+        p = mx.exp(self._shape(logits))  # [B, N + 1, V]
+        if log_q is not None:
+            q = mx.exp(log_q)  # [B, N, V]
+        else:  # the draft had one choice: q is one-hot
+            q = (mx.arange(p.shape[-1]) == drafts[..., None]).astype(mx.float32)
+        accepted = leading_run(accept_mask(p[:, :slots], q, drafts, uniforms))
+        following = mx.random.categorical(mx.log(next_weights(p, q, accepted)), key=next_key)  # [B]
+        drafts = mx.concatenate([drafts.astype(mx.int32), mx.zeros_like(following)[:, None].astype(mx.int32)], axis=1)
+        slot = mx.arange(slots + 1)
+        tokens = mx.where(slot < accepted[:, None], drafts, following[:, None].astype(mx.int32))  # [B, N + 1]
+        return Verdict(accepted, tokens, _logprobs(logits, tokens))
+
+
+_Process = Callable[[mx.array, mx.array | None, Sequence[mx.array]], mx.array]
+
+
+def _make_process(processors: Sequence[Processor]) -> _Process:
+    """(logits [B, T, V], seen [n], drafts before the last row) -> processed logits [B, T, V]."""
+    if not processors:
+        return lambda logits, seen, drafts: logits
+
+    def process(logits: mx.array, seen: mx.array | None, drafts: Sequence[mx.array]) -> mx.array:
+        assert seen is not None and logits.shape[0] == 1, "logits processors need the history of one request"
+        known = len(drafts) - (logits.shape[1] - 1)  # drafts that the first row has already seen
+        rows = []
+        for row in range(logits.shape[1]):
+            line, tokens = logits[:, row], mx.concatenate([seen, *drafts[: known + row]])
+            for processor in processors:
+                line = processor(tokens, line)
+            rows.append(line)
+        return mx.stack(rows, axis=1)
+
+    return process
+
+
+def _make_filter(sampling: Sampling) -> Shape:
+    """Set to -inf what top-p, min-p and top-k remove, judged at temperature 1 as mlx-lm does."""
+    filters: list[Shape] = []
+    if sampling.top_k or sampling.top_p < 1:
+        filters.append(lambda logits: _keep_top(logits, sampling.top_k, sampling.top_p))
+    if sampling.min_p > 0:
+        filters.append(lambda logits: _keep_above(logits, sampling.min_p))
+
+    def apply(logits: mx.array) -> mx.array:
+        kept = [f(logits) for f in filters]
+        for mask in kept:
+            logits = mx.where(mask, logits, -mx.inf)
+        return logits
+
+    return apply
+
+
+def _keep_top(logits: mx.array, top_k: int, top_p: float) -> mx.array:
+    """Tokens in the nucleus of mass top_p and among the top_k; both are prefixes of one sorted order."""
+    size = logits.shape[-1]
+    count = min(top_k, size) if top_k else size
+    ranked = mx.topk(logits, count, axis=-1) if count < size else logits
+    ranked = -mx.sort(-ranked, axis=-1)  # descending, [..., count]
+    mass = mx.exp(ranked - mx.logsumexp(logits, axis=-1, keepdims=True))
+    above = mx.cumsum(mass, axis=-1) - mass  # mass ranked before this token
+    inside = ((above < top_p) | (mx.arange(count) == 0)).sum(axis=-1, keepdims=True)
+    return logits >= mx.take_along_axis(ranked, inside - 1, axis=-1)
+
+
+def _keep_above(logits: mx.array, min_p: float) -> mx.array:
+    """Tokens at least min_p times as likely as the most likely one."""
+    return logits >= logits.max(axis=-1, keepdims=True) + mx.log(mx.array(min_p, dtype=mx.float32))
+
+
+def _logprobs(logits: mx.array, tokens: mx.array) -> mx.array:
+    logits = logits.astype(mx.float32)
+    chosen = mx.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    return chosen - mx.logsumexp(logits, axis=-1)  # [B, T]

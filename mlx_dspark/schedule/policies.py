@@ -1,0 +1,128 @@
+"""The two questions a round asks, and the policies that answer them from fixed rules.
+
+`before(history)` is asked before the draft runs: how many tokens to draft, from past rounds only.
+`after(proposed, confidences)` is asked once the drafts exist: how many of them to verify. A policy
+may look at c_1..c_j to admit slot j, because c_j is computed from x_{j-1}; it is never shown a draft
+token, so it cannot bias what it admits (paper, appendix A).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..structs import Round, Schedule
+
+
+class Policy(Protocol):
+    """What the round loop needs to know.
+
+    reads_confidence: `after` wants the confidences of this round, which costs one more host read.
+    """
+
+    name: str
+    reads_confidence: bool
+
+    def before(self, history: Sequence[Round]) -> int:
+        """How many tokens to draft; 0 verifies the anchor alone."""
+
+    def after(self, proposed: int, confidences: Sequence[float] | None) -> Schedule:
+        """How many of the `proposed` drafts to verify."""
+
+
+@dataclass(frozen=True)
+class Plain:
+    """No drafting: ordinary decoding through the same loop."""
+
+    name: str = "plain"
+    reads_confidence: bool = False
+
+    def before(self, history: Sequence[Round]) -> int:
+        return 0
+
+    def after(self, proposed: int, confidences: Sequence[float] | None) -> Schedule:
+        return Schedule(0, self.name, "no draft asked")
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Always draft and verify `width` tokens."""
+
+    width: int
+    name: str
+    reads_confidence: bool = False
+
+    def before(self, history: Sequence[Round]) -> int:
+        return self.width
+
+    def after(self, proposed: int, confidences: Sequence[float] | None) -> Schedule:
+        return Schedule(proposed, self.name, "fixed width" if proposed == self.width else "cut to what is left")
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Verify up to the first slot whose confidence is below `level` (per slot, not the product)."""
+
+    level: float
+    width: int
+    name: str
+    reads_confidence: bool = True
+
+    def before(self, history: Sequence[Round]) -> int:
+        return self.width
+
+    def after(self, proposed: int, confidences: Sequence[float] | None) -> Schedule:
+        if confidences is None:  # nothing was drafted
+            return Schedule(0, self.name, "no draft asked")
+        for slot, confidence in enumerate(confidences[:proposed]):
+            if confidence < self.level:
+                return Schedule(slot, self.name, f"c_{slot + 1} = {confidence:.2f} < {self.level:g}")
+        return Schedule(proposed, self.name, "every confidence passed")
+
+
+def make_policy(text: str | None, gamma: int, has_confidence: bool) -> Policy:
+    """Build a policy from its name.
+
+    text: `plain`, `fixed` (the whole block), `fixed:N` or `threshold:X`; None is `fixed`, or `plain`
+        where there is no draft (gamma 0).
+    gamma: the draft's number of proposals per round. has_confidence: the draft has a confidence head.
+
+    Raises ValueError for an unknown name or a value out of range.
+    """
+    if text is None:
+        text = "fixed" if gamma else "plain"
+    name, _, value = text.partition(":")
+    if name == "plain" and not value:
+        return Plain()
+    if name in ("fixed", "threshold") and gamma == 0:
+        raise ValueError(f"policy {text!r} needs a draft and there is none: give --draft, or use --policy plain")
+    if name == "fixed":
+        return Fixed(_width(text, value, gamma), text)
+    if name == "threshold":
+        level = _level(text, value)
+        if level <= 0:  # every confidence passes, so do not pay for reading them
+            return Fixed(gamma, text)
+        if not has_confidence:
+            raise ValueError(f"policy {text!r} needs a confidence head and this draft has none: use fixed:{gamma}")
+        return Threshold(level, gamma, text)
+    raise ValueError(f"unknown policy {text!r}: use plain, fixed:N or threshold:X")
+
+
+def _width(text: str, value: str, gamma: int) -> int:
+    if not value:
+        return gamma
+    if not value.isdecimal() or not 1 <= int(value) <= gamma:
+        raise ValueError(f"policy {text!r}: the width must be 1 to {gamma}, the draft's block")
+    return int(value)
+
+
+def _level(text: str, value: str) -> float:
+    try:
+        level = float(value)
+    except ValueError:
+        level = math.nan
+    if not 0 <= level <= 1:
+        raise ValueError(f"policy {text!r}: the level must be 0 to 1, as in threshold:0.5")
+    return level

@@ -1,0 +1,158 @@
+"""An mlx-lm model as verifier: prefill, verify, taps, and its embedding and head for a draft to borrow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache as memoise
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import wired_limit
+from mlx_lm.sample_utils import make_logits_processors
+
+from .cache import TargetCache
+from .errors import PairError
+from .sampling import Processor
+from .structs import KVOptions, Sampling, Verified
+
+
+class Target:
+    """Wraps an unmodified mlx-lm text model.
+
+    name: where it came from, for messages. config: its config.json (context length, vocabulary).
+    """
+
+    def __init__(self, model: nn.Module, config: dict[str, Any], name: str):
+        self.model = model
+        self.name = name
+        self.layers: Sequence[nn.Module] = model.layers
+        text = config.get("text_config") or config
+        self.context: int | None = text.get("max_position_embeddings")
+        self._embedding = _find(model, ("embed_tokens", "wte", "tok_embeddings", "word_embeddings"))
+        self._lm_head = _find(model, ("lm_head",))
+        tied = getattr(getattr(model, "args", None), "tie_word_embeddings", False)
+        if self._lm_head is None or tied:
+            self._lm_head = None
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Rows of the embedding table, padding included."""
+        return None if self._embedding is None else self._embedding.weight.shape[0]
+
+    @property
+    def hidden_size(self) -> int | None:
+        if self._embedding is None:
+            return None
+        return self._embedding(mx.array([0])).shape[-1]
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The dtype of the activations."""
+        return mx.float32 if self._embedding is None else self._embedding(mx.array([0])).dtype
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """The raw embedding rows of tokens [B, T] -> [B, T, D]."""
+        return self._embedding(tokens)
+
+    def head(self, hidden: mx.array) -> mx.array:
+        """The output head, without soft cap: hidden [B, T, D] -> logits [B, T, V]."""
+        return self._embedding.as_linear(hidden) if self._lm_head is None else self._lm_head(hidden)
+
+    def require_tables(self) -> None:
+        """Raise PairError if a draft could not borrow embedding and head."""
+        if self._embedding is None or (self._lm_head is None and not hasattr(self._embedding, "as_linear")):
+            raise PairError(f"the draft has no embedding or head of its own and those of {self.name} were not found: "
+                            "use a draft that carries its tables")
+
+    def start(self, options: KVOptions) -> TargetCache:
+        """An empty cache for one request."""
+        return TargetCache(self.model, options)
+
+    def forward(self, tokens: mx.array, cache: TargetCache, taps: Sequence[int] = ()) -> Verified:
+        """Run rows [B, T] behind the cache; the caller accounts for them with `cache.advance`."""
+        with tapped(self.layers, taps) as sink:
+            logits = self.model(tokens, cache=cache.layers)  # [B, T, V]
+        return Verified(logits, mx.concatenate([sink[i] for i in taps], axis=-1) if taps else None)
+
+    def prefill(
+        self, prompt: Sequence[int], cache: TargetCache, taps: Sequence[int], step: int,
+        observe: Callable[[mx.array, mx.array | None], None],
+    ) -> Verified:
+        """Run a prompt in chunks of at most `step` rows; logits are only computed for the last row.
+
+        observe: called with each chunk's tokens [1, T] and taps [1, T, M*D], all rows of the prompt in
+            order. Returns the last row.
+        """
+        tokens = mx.array(prompt, dtype=mx.int32)[None]
+        done, last = 0, len(prompt) - 1
+        while done < last:
+            rows = min(step, last - done)
+            chunk = tokens[:, done : done + rows]
+            taken = self.forward(chunk, cache, taps).taps  # the logits of this graph are never evaluated
+            cache.advance(rows, rows)
+            mx.eval(cache.arrays, [] if taken is None else taken)
+            observe(chunk, taken)
+            mx.clear_cache()
+            done += rows
+        final = self.forward(tokens[:, last:], cache, taps)
+        cache.advance(1, 1)
+        observe(tokens[:, last:], final.taps)
+        return final
+
+    def processors(self, sampling: Sampling) -> list[Processor]:
+        """mlx-lm's own logits processors for the penalties and the bias of `sampling`."""
+        return make_logits_processors(
+            dict(sampling.logit_bias) or None,
+            sampling.repetition_penalty, sampling.repetition_context_size,
+            sampling.presence_penalty, sampling.presence_context_size,
+            sampling.frequency_penalty, sampling.frequency_context_size,
+        )
+
+    def wired(self) -> AbstractContextManager[None]:
+        """Keep the weights wired while generating (Metal only; elsewhere it does nothing)."""
+        return wired_limit(self.model)
+
+
+@contextmanager
+def tapped(layers: Sequence[nn.Module], ids: Sequence[int]) -> Iterator[dict[int, mx.array]]:
+    """Record the outputs of layers `ids` (-1: the input of layer 0) of the forwards run inside.
+
+    A recording subclass is swapped in for each layer's class and swapped back at the end: weight
+    names, attributes and logits stay what they were. A Gemma layer's tuple output is its first item.
+    """
+    sink: dict[int, mx.array] = {}
+    wanted = sorted({max(i, 0) for i in ids})
+    for i in wanted:
+        layers[i].__dict__["_tap"] = (sink, i if i in ids else None, i == 0 and -1 in ids)
+        layers[i].__class__ = _recording(type(layers[i]))
+    try:
+        yield sink
+    finally:
+        for i in wanted:
+            layers[i].__class__ = type(layers[i]).__mro__[2]
+            del layers[i].__dict__["_tap"]
+
+
+class _Recorder:
+    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+        out = super().__call__(x, *args, **kwargs)  # type: ignore[misc]
+        sink, index, with_input = self.__dict__["_tap"]
+        if with_input:
+            sink[-1] = x
+        if index is not None:
+            sink[index] = out[0] if isinstance(out, tuple) else out
+        return out
+
+
+@memoise
+def _recording(layer_class: type) -> type:
+    return type(f"Tapped{layer_class.__name__}", (_Recorder, layer_class), {})
+
+
+def _find(model: nn.Module, names: Sequence[str]) -> nn.Module | None:
+    """The shallowest submodule with one of these last names."""
+    found = [(path.count("."), path, module) for path, module in model.named_modules()
+             if path.rsplit(".", 1)[-1] in names]
+    return min(found, key=lambda item: item[:2])[2] if found else None
