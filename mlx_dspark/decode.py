@@ -54,15 +54,14 @@ def decode(pair: Pair, prompt: Sequence[int], options: DecodeOptions) -> Iterato
     run = Run(pair, prompt, options)
     if options.max_tokens == 0:
         return
-    flight = prefill(run, prompt)
-    while True:
+    landed = land(run, prefill(run, prompt))
+    yield landed
+    flight = None if landed.finish else launch(run)
+    while flight is not None:
         # A settled round needs no decision of the host: the next one starts before it is read.
         ahead = launch(run) if flight.settled and run.left > 0 else None
         landed = land(run, flight)
-        if landed.finish is not None:
-            yield landed
-            return
-        flight = ahead or launch(run)
+        flight = None if landed.finish else ahead or launch(run)
         yield landed
 
 
@@ -120,6 +119,8 @@ class Run:
 
     def most_drafts(self) -> float:
         """No round verifies past the last token wanted, nor across a change of the cache's kind."""
+        if self.draft is None:
+            return 0
         room = self.cache.room()
         return min(self.left, math.inf if room is None else room) - 1
 

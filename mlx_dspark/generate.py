@@ -209,6 +209,9 @@ def _options(
 
     if prefill_step < 1:
         raise ValueError(f"prefill_step is {prefill_step}: give at least 1")
+    for token in sampling.logit_bias:
+        if pair.target.vocab_size is not None and token >= pair.target.vocab_size:
+            raise ValueError(f"logit_bias token {token} is outside the vocabulary of {pair.target.vocab_size}")
     draft = pair.draft
     return DecodeOptions(
         rule=make_rule(sampling, [*pair.target.processors(sampling), *logits_processors]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 
@@ -200,12 +200,9 @@ def _dequantise(model: nn.Module) -> bool:
     """Expand quantised weights where OpenBLAS is loaded and they fit in half of the memory."""
     if preload_blas().path is None:
         return False
-    if not any(isinstance(m, (nn.QuantizedLinear, nn.QuantizedEmbedding)) for _, m in model.named_modules()):
-        return False
-    needed = sum(4 * 32 // 4 * a.size if a.dtype == mx.uint32 else a.nbytes for _, a in tree_flatten(model.parameters()))
-    import os
-
-    if 2 * needed > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+    quantised = [m for _, m in model.named_modules() if isinstance(m, (nn.QuantizedLinear, nn.QuantizedEmbedding))]
+    expanded = sum(4 * m.weight.size * 32 // m.bits for m in quantised)  # bytes of float32
+    if not quantised or 2 * expanded > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
         return False
     dequantize_model(model)
     return True

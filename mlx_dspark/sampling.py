@@ -183,10 +183,7 @@ class SampledRule:
         slots = drafts.shape[1]
         logits = self._process(logits, seen, [drafts[:, k] for k in range(slots)])
         p = mx.exp(self._shape(logits))  # [B, N + 1, V]
-        if log_q is not None:
-            q = mx.exp(log_q)  # [B, N, V]
-        else:  # the draft had one choice: q is one-hot
-            q = (mx.arange(p.shape[-1]) == drafts[..., None]).astype(mx.float32)
+        q = _one_hot(drafts, p.shape[-1]) if log_q is None else mx.exp(log_q)  # [B, N, V]
         accepted = leading_run(accept_mask(p[:, :slots], q, drafts, uniforms))
         following = mx.random.categorical(mx.log(next_weights(p, q, accepted)), key=next_key)  # [B]
         drafts = mx.concatenate([drafts.astype(mx.int32), mx.zeros_like(following)[:, None].astype(mx.int32)], axis=1)
@@ -249,6 +246,11 @@ def _keep_top(logits: mx.array, top_k: int, top_p: float) -> mx.array:
 def _keep_above(logits: mx.array, min_p: float) -> mx.array:
     """Tokens at least min_p times as likely as the most likely one."""
     return logits >= logits.max(axis=-1, keepdims=True) + mx.log(mx.array(min_p, dtype=mx.float32))
+
+
+def _one_hot(drafts: mx.array, size: int) -> mx.array:
+    """q of drafts [B, N] that were the only choice -> [B, N, V]."""
+    return (mx.arange(size) == drafts[..., None]).astype(mx.float32)
 
 
 def _logprobs(logits: mx.array, tokens: mx.array) -> mx.array:

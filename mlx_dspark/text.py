@@ -26,10 +26,12 @@ class TextStream:
     def __init__(self, tokenizer: Any, stop: Sequence[str], silent_ids: frozenset[int]):
         if any(not text for text in stop):
             raise ValueError("a stop string is empty: leave it out")
+        self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer
         self._stop = tuple(stop)
         self._silent_ids = silent_ids  # stop tokens end the text and are not shown
         self._held = ""
+        self._begun = False
 
     def feed(self, tokens: Sequence[int]) -> Piece:
         """Add tokens of one round."""
@@ -38,7 +40,7 @@ class TextStream:
             if token in self._silent_ids:
                 continue
             self._detokenizer.add_token(token)
-            text, stopped = self._release(self._detokenizer.last_segment)
+            text, stopped = self._release(self._segment())
             shown += text
             if stopped:
                 return Piece(shown, kept, True)
@@ -47,8 +49,17 @@ class TextStream:
     def finish(self) -> Piece:
         """Release everything held back."""
         self._detokenizer.finalize()
-        text, stopped = self._release(self._detokenizer.last_segment)
+        text, stopped = self._release(self._segment())
         return Piece(text if stopped else text + self._held, 0, stopped)
+
+    def _segment(self) -> str:
+        """New text. mlx-lm's detokenizer drops a leading space that belongs to a continued prompt."""
+        segment: str = self._detokenizer.last_segment
+        if segment and not self._begun:
+            self._begun = True
+            if self._tokenizer.decode(self._detokenizer.tokens).startswith(" ") and not segment.startswith(" "):
+                return " " + segment
+        return segment
 
     def _release(self, segment: str) -> tuple[str, bool]:
         text = self._held + segment

@@ -19,7 +19,9 @@ from .spec import DraftSpec
 _HEADS = ("markov_head.", "confidence_head.", "embed_tokens.", "lm_head.")
 
 
-def read_draft(folder: Path, dtype: mx.Dtype | None = None, bits: int | None = None, group_size: int = 64) -> BlockDraft:
+def read_draft(
+    folder: Path, dtype: mx.Dtype | None = None, bits: int | None = None, group_size: int = 64
+) -> BlockDraft:
     """Load a DeepSpec draft folder (config.json, model.safetensors or shards).
 
     dtype: cast the weights (None keeps them). bits: quantise to 8 or 4 bits after loading.

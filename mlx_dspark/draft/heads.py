@@ -21,7 +21,9 @@ class Markov(Protocol):
     def start(self, hidden: mx.array) -> mx.array | None:
         """State s_0 of a block with hidden states [B, T, D]."""
 
-    def step(self, token: mx.array, hidden: mx.array, state: mx.array | None) -> tuple[mx.array | None, mx.array | None]:
+    def step(
+        self, token: mx.array, hidden: mx.array, state: mx.array | None
+    ) -> tuple[mx.array | None, mx.array | None]:
         """Bias [B, V] of the slot after `token` [B] with hidden state [B, D], and the next state."""
 
     def embed(self, tokens: mx.array) -> mx.array:

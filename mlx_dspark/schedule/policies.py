@@ -17,16 +17,18 @@ from ..structs import Round, Schedule
 
 
 class Policy(Protocol):
-    """What the round loop needs to know.
+    """What the round loop needs to know."""
 
-    reads_confidence: `after` wants the confidences of this round, which costs one more host read.
-    """
+    @property
+    def name(self) -> str:
+        """As the user wrote it."""
 
-    name: str
-    reads_confidence: bool
+    @property
+    def reads_confidence(self) -> bool:
+        """`after` wants the confidences of this round, which costs one more host read."""
 
     def before(self, history: Sequence[Round]) -> int:
-        """How many tokens to draft; 0 verifies the anchor alone."""
+        """How many tokens to draft; 0 verifies the anchor alone. A round still in flight is not in `history`."""
 
     def after(self, proposed: int, confidences: Sequence[float] | None) -> Schedule:
         """How many of the `proposed` drafts to verify."""

@@ -1,0 +1,234 @@
+"""Tiny random mlx-lm targets, scripted drafts, and plain decoding to compare with."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map_with_path
+from mlx_lm.generate import generate_step
+from mlx_lm.utils import load_model
+
+from mlx_dspark.decode import DecodeOptions, decode
+from mlx_dspark.draft import BlockDraft, DraftSpec, read_draft
+from mlx_dspark.draft.block import Tables
+from mlx_dspark.load import Pair, load
+from mlx_dspark.sampling import make_rule
+from mlx_dspark.schedule import make_policy
+from mlx_dspark.structs import Proposal, Round, Sampling
+from mlx_dspark.target import Target
+
+GOLDEN = Path(__file__).parent / "golden"
+HELDOUT = Path(__file__).parent / "data" / "heldout.jsonl"
+VOCAB = 300
+WINDOW = 16
+GAMMA = 4
+# Random layers of the usual size hardly move the residual stream and the text becomes one repeated
+# token, which no cache error could change. Larger ones make it depend on the whole context.
+GAIN = 4
+
+_COMMON = {
+    "hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 96, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "vocab_size": VOCAB, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+_WINDOWED = {"sliding_window": WINDOW, "sliding_window_pattern": 3}
+CONFIGS = {
+    "qwen3": {**_COMMON, "tie_word_embeddings": True},
+    "llama": {**_COMMON, "tie_word_embeddings": False},
+    "gemma3_text": {**_COMMON, **_WINDOWED, "query_pre_attn_scalar": 64},
+    "gemma4_text": {
+        **_COMMON, **_WINDOWED, "num_hidden_layers": 6, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB, "global_head_dim": 64,
+    },
+    "lfm2": {  # a recurrent hybrid: its convolutions keep an ArraysCache
+        **_COMMON, "norm_eps": 1e-6, "conv_bias": False, "conv_L_cache": 3, "block_dim": 64, "block_ff_dim": 96,
+        "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": False,
+        "full_attn_idxs": [1, 3],
+    },
+    "longcat_flash": {  # each layer keeps a CacheList of two KV caches
+        "attention_method": "MLA", "zero_expert_type": "identity", "hidden_size": 64, "ffn_hidden_size": 96,
+        "moe_topk": 2, "expert_ffn_hidden_size": 32, "n_routed_experts": 2, "zero_expert_num": 1, "num_layers": 2,
+        "vocab_size": VOCAB, "max_position_embeddings": 4096, "num_attention_heads": 2, "kv_lora_rank": 32,
+        "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
+        "routed_scaling_factor": 1.0, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "mla_scale_q_lora": False,
+        "mla_scale_kv_lora": False, "attention_bias": False,
+    },
+}  # fmt: skip
+
+
+class FakeTokenizer:
+    """What `Pair.stop_ids` reads, for pairs that never see text."""
+
+    def __init__(self, eos_token_ids: Sequence[int] = ()):
+        self.eos_token_ids = set(eos_token_ids)
+
+
+def build_model(kind: str, seed: int = 4, dtype: mx.Dtype = mx.float32, **changes) -> nn.Module:
+    """A fresh random model of an mlx-lm architecture."""
+    arch = importlib.import_module(f"mlx_lm.models.{kind}")
+    mx.random.seed(seed)
+    model = arch.Model(arch.ModelArgs.from_dict({"model_type": kind, **CONFIGS[kind], **changes}))
+
+    def scaled(name: str, array: mx.array) -> mx.array:
+        return array * GAIN if array.ndim >= 2 and "embed_tokens" not in name else array
+
+    model.update(tree_map_with_path(scaled, model.parameters()))
+    model.set_dtype(dtype)
+    mx.eval(model.parameters())
+    return model.eval()
+
+
+@cache
+def tiny_model(kind: str) -> nn.Module:
+    """`build_model(kind)`, shared by all tests: do not change it."""
+    return build_model(kind)
+
+
+def pair_of(model: nn.Module, draft=None, stop_ids: Sequence[int] = ()) -> Pair:
+    """A pair of a loaded model and a draft."""
+    return Pair(Target(model, dict(vars(model.args)), "tiny"), FakeTokenizer(stop_ids), draft)
+
+
+@cache
+def embedded_pair() -> Pair:
+    """The pair that comes with the package, in float32."""
+    return load()
+
+
+@cache
+def golden_target() -> Target:
+    model, config = load_model(GOLDEN / "qwen3_target")
+    return Target(model, config, "golden")
+
+
+@cache
+def golden_draft(name: str = "qwen3_dspark_vanilla") -> BlockDraft:
+    return read_draft(GOLDEN / name)
+
+
+def golden_pair(name: str = "qwen3_dspark_vanilla") -> Pair:
+    """A trained reference draft with its target, in float32."""
+    return Pair(golden_target(), FakeTokenizer(), golden_draft(name))
+
+
+def random_tokens(length: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
+    """Token ids that follow no rule."""
+    return mx.random.randint(0, vocab, (length,), key=mx.random.key(seed)).tolist()
+
+
+@cache
+def _heldout() -> list[int]:
+    return json.loads(HELDOUT.read_text(encoding="utf-8").splitlines()[0])["ids"]
+
+
+@cache
+def _golden_text() -> list[int]:
+    known = json.loads((GOLDEN / "qwen3_target" / "golden.json").read_text(encoding="utf-8"))
+    prompt = known["prompts"]["A"]
+    return prompt + plain(golden_target().model, prompt, 200)
+
+
+def prompt_of(kind: str, length: int) -> list[int]:
+    """A prompt for a target by its name in these tests: text it knows where it was trained."""
+    if kind == "embedded":
+        return _heldout()[:length]
+    if kind == "golden":
+        return _golden_text()[:length]
+    return random_tokens(length, seed=length)
+
+
+def plain(model: nn.Module, prompt: Sequence[int], count: int, **options) -> list[int]:
+    """The first `count` greedy tokens of mlx-lm's own generation. options: those of `generate_step`."""
+    steps = generate_step(mx.array(prompt), model, max_tokens=count, **options)
+    return [int(token) for token, _ in steps]
+
+
+def run(
+    pair: Pair, prompt: Sequence[int], count: int, policy: str = "fixed", sampling: Sampling | None = None, **options
+) -> list[Round]:
+    """All rounds of one request. options: those of `DecodeOptions`."""
+    sampling = sampling or Sampling()
+    draft = pair.draft
+    chosen = make_policy(policy, draft.gamma if draft else 0, bool(draft) and draft.has_confidence)
+    rule = make_rule(sampling, pair.target.processors(sampling))
+    return list(decode(pair, prompt, DecodeOptions(rule, chosen, max_tokens=count, **options)))
+
+
+def tokens_of(rounds: Sequence[Round]) -> list[int]:
+    return [token for landed in rounds for token in landed.tokens]
+
+
+class Scripted:
+    """A draft that knows the plain text: right up to slot `lengths[i]` in its i-th round, then wrong.
+
+    After the wrong slot it is right again, so that only the first difference may count.
+    lengths: taken in turn; a length of gamma or more is right everywhere.
+    """
+
+    taps: tuple[int, ...] = ()
+    has_confidence = False
+
+    def __init__(self, prompt: Sequence[int], text: Sequence[int], lengths: Sequence[int], gamma: int = GAMMA):
+        self.gamma = gamma
+        self.prompt_rows = len(prompt)
+        self.text = list(text)
+        self.lengths = list(lengths)
+
+    def start(self) -> dict[str, int]:
+        return {"rows": 0, "round": 0}
+
+    def observe(self, state: dict[str, int], tokens: mx.array, taps: mx.array | None) -> None:
+        state["rows"] += tokens.shape[1]
+
+    def propose(self, state: dict[str, int], anchor: mx.array, slots: int, pick) -> Proposal:
+        at = state["rows"] - self.prompt_rows + 1  # the anchor is text[at - 1]
+        right = (self.text[at : at + slots] + [0] * slots)[:slots]
+        wrong = self.wrong_slots(self.lengths[state["round"] % len(self.lengths)], slots)
+        state["round"] += 1
+        return Proposal(mx.array([[token + 1 if k in wrong else token for k, token in enumerate(right)]]))
+
+    def wrong_slots(self, length: int, slots: int) -> set[int]:
+        return {length}
+
+    def accepted(self, rounds: Sequence[Round]) -> list[int]:
+        """What the script says each round after the prefill must have accepted."""
+        drafting = [landed for landed in rounds if landed.rows > 1]
+        script = (self.lengths * (len(drafting) + 1))[: len(drafting)]
+        return [min(length, len(landed.drafts)) for length, landed in zip(script, drafting)]
+
+
+class Adversarial(Scripted):
+    """Never right."""
+
+    def __init__(self, prompt: Sequence[int], text: Sequence[int], gamma: int = GAMMA):
+        super().__init__(prompt, text, [0], gamma)
+
+    def wrong_slots(self, length: int, slots: int) -> set[int]:
+        return set(range(slots))
+
+
+def spec_of(target: Target, **changes) -> DraftSpec:
+    """Facts of a small draft that fits a target."""
+    facts = {
+        "family": "qwen3", "hidden_size": target.hidden_size, "intermediate_size": 64, "num_layers": 2,
+        "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "vocab_size": target.vocab_size, "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0, "attention_bias": False, "taps": (-1, 1, 2), "block_size": GAMMA, "mask_token_id": 0,
+        "markov": "vanilla", "markov_rank": 8, "confidence": True, "confidence_with_markov": True,
+        "num_target_layers": len(target.layers),
+    }  # fmt: skip
+    return DraftSpec(**{**facts, **changes})
+
+
+def untrained_draft(target: Target, seed: int = 7, **changes) -> BlockDraft:
+    """A real block draft with random weights; it borrows the target's tables."""
+    mx.random.seed(seed)
+    draft = BlockDraft(spec_of(target, **changes), own_embed=False, own_head=False)
+    draft.borrow(Tables(target.embed, target.head))
+    mx.eval(draft.parameters())
+    return draft.eval()

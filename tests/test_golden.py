@@ -1,0 +1,306 @@
+"""Parity with the reference implementation's fixtures (float32): numbers within tolerance, decisions exact.
+
+Tolerances are those of the fixtures' README: features and logits 1e-4; block hidden states, K/V and
+confidence logits 2e-5; probabilities 1e-5.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.utils import load_model
+
+from mlx_dspark.decode import DecodeOptions, decode
+from mlx_dspark.draft import read_draft
+from mlx_dspark.load import Pair
+from mlx_dspark.sampling import accept_mask, leading_run, make_rule
+from mlx_dspark.schedule import make_policy
+from mlx_dspark.structs import KVOptions, Sampling
+from mlx_dspark.target import Target
+
+GOLDEN = Path(__file__).parent / "golden"
+DRAFTS = ["dflash", "dspark_gated", "dspark_rank0_conf", "dspark_rnn", "dspark_vanilla", "dspark_vanilla_confplain"]
+LOGITS, HIDDEN, PROBABILITY = 1e-4, 2e-5, 1e-5
+GREEDY = make_rule(Sampling())
+
+
+@cache
+def target():
+    folder = GOLDEN / "qwen3_target"
+    model, config = load_model(folder)
+    return Target(model, config, str(folder))
+
+
+@cache
+def draft(name):
+    return read_draft(GOLDEN / f"qwen3_{name}")
+
+
+@cache
+def pair(name):
+    return Pair(target(), None, draft(name))
+
+
+@cache
+def fixture(folder, file):
+    path = GOLDEN / f"qwen3_{folder}" / file
+    return mx.load(str(path)) if path.suffix == ".safetensors" else json.loads(path.read_text())
+
+
+def recorded_rounds(name, temperature=0.0):
+    """The rounds of prompt A's main decode, as decode.json has them."""
+    for run in fixture(name, "decode.json")["decodes"]:
+        if (run["prompt"], run["temperature"], run["confidence_threshold"]) == ("A", temperature, 0):
+            return run
+    raise AssertionError(f"{name} has no such run")
+
+
+def is_sampled(name):
+    return any(run["temperature"] > 0 for run in fixture(name, "decode.json")["decodes"])
+
+
+def close(actual, expected, tolerance, what):
+    difference = np.abs(np.array(actual) - np.array(expected))
+    assert np.shape(actual) == np.shape(expected), what
+    assert difference.max(initial=0) <= tolerance, f"{what}: off by {difference.max():.2g}"
+
+
+# --- the target ---------------------------------------------------------------------------------------------
+
+
+def test_target_logits_and_taps():
+    golden = fixture("target", "golden.safetensors")
+    taps = (-1, 0, 1, 2, 3, 4)
+    verified = target().forward(golden["input_ids"][None], target().start(KVOptions()), taps)
+    close(verified.logits[0], golden["logits"], LOGITS, "logits")
+    for tap, hidden in zip(taps, mx.split(verified.taps[0], len(taps), axis=-1)):
+        close(hidden, golden[f"hidden_states.{tap + 1}"], LOGITS, f"tap {tap}")
+
+
+def test_last_hidden_state_is_normed():
+    golden = fixture("target", "golden.safetensors")
+    close(target().model.model(golden["input_ids"][None])[0], golden["hidden_states.6"], LOGITS, "final hidden state")
+
+
+@pytest.mark.parametrize("step", [1, 4, 20, 2048])
+def test_prefill_in_chunks_keeps_every_tap(step):
+    golden = fixture("target", "golden.safetensors")
+    seen, taps = [], []
+    last = target().prefill(
+        golden["input_ids"].tolist(), target().start(KVOptions()), (1, 4), step,
+        lambda tokens, taken: (seen.append(tokens[0]), taps.append(taken[0])),
+    )  # fmt: skip
+    assert mx.concatenate(seen).tolist() == golden["input_ids"].tolist()
+    wanted = mx.concatenate([golden["hidden_states.2"], golden["hidden_states.5"]], axis=-1)
+    close(mx.concatenate(taps), wanted, LOGITS, "taps")
+    close(last.logits[0], golden["logits"][-1:], LOGITS, "logits of the last row")
+
+
+@pytest.mark.parametrize("prompt", "ABCD")
+def test_plain_greedy_continuation(prompt):
+    golden = fixture("target", "golden.json")
+    ids, wanted = golden["prompts"][prompt], golden["greedy"][prompt]["output_ids"]
+    assert ids + generated(Pair(target(), None, None), ids, "plain", 48)[0] == wanted
+
+
+# --- three rounds of each draft, tensor by tensor -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_draft_tensors_of_three_rounds(name):
+    model, golden, run = draft(name), fixture(name, "rounds.safetensors"), recorded_rounds(name)
+    state, whole = model.start(), model.start()
+    for index, recorded in enumerate(run["rounds"][:3]):
+        expected = {key.split(".", 2)[2]: value for key, value in golden.items() if key.startswith(f"A.round{index}.")}
+        features, anchor = expected["target_features"][None], mx.array(recorded["verify_input_ids"][:1])
+        rows = mx.zeros(features.shape[:2], dtype=mx.int32)  # a block draft looks at the taps only
+        model.observe(state, rows, features)
+        model.observe(whole, rows, features)
+
+        close(model.backbone.fuse(features)[0], expected["context_hidden"], LOGITS, f"round {index}: context")
+        hidden = model.block_hidden(state, anchor)
+        base = model.base_logits(hidden)
+        stepwise = model.walk(base, hidden, anchor, GREEDY.picker(None, None, model.gamma))
+        proposal = model.propose(whole, anchor, model.gamma, GREEDY.picker(None, None, model.gamma))
+
+        close(hidden[0], expected["block_hidden"], HIDDEN, f"round {index}: block hidden")
+        close(base[0], expected["base_logits"], LOGITS, f"round {index}: base logits")
+        for made in (stepwise, proposal):
+            check_proposal(made, expected, f"round {index}")
+    start = run["rounds"][2]["start"]
+    for layer, context in enumerate(state.caches):
+        keys, values = context.rows()
+        assert context.length == start
+        close(keys[0], golden[f"A.round2.cache_k.{layer}"], HIDDEN, f"layer {layer}: keys")
+        close(values[0], golden[f"A.round2.cache_v.{layer}"], HIDDEN, f"layer {layer}: values")
+
+
+def check_proposal(proposal, expected, where):
+    assert proposal.tokens[0].tolist() == expected["sampled_tokens"].tolist(), where
+    close(proposal.logits[0], expected["corrected_logits"], LOGITS, f"{where}: corrected logits")
+    assert (proposal.confidence_logits is None) == ("confidence_logits" not in expected)
+    if proposal.confidence_logits is not None:
+        close(proposal.confidence_logits[0], expected["confidence_logits"], HIDDEN, f"{where}: confidence logits")
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_target_features_and_verification_logits_of_three_rounds(name):
+    golden, run = fixture(name, "rounds.safetensors"), recorded_rounds(name)
+    taps, cache = draft(name).taps, target().start(KVOptions())
+    features = prefill_taps(name, cache, taps)
+    for index, recorded in enumerate(run["rounds"][:3]):
+        close(features, golden[f"A.round{index}.target_features"], LOGITS, f"round {index}: features")
+        inputs = mx.array([recorded["verify_input_ids"]])
+        verified = target().forward(inputs, cache, taps)
+        close(verified.logits[0], golden[f"A.round{index}.target_logits"], LOGITS, f"round {index}: logits")
+        keep = recorded["accepted_draft_tokens"] + 1
+        cache.advance(inputs.shape[1], keep)
+        features = verified.taps[0, :keep]
+
+
+def prefill_taps(name, cache, taps):
+    """Run prompt A; the taps of all its rows."""
+    parts = []
+    prompt = fixture(name, "decode.json")["prompts"]["A"]
+    target().prefill(prompt, cache, taps, 2048, lambda tokens, taken: parts.append(taken[0]))
+    return mx.concatenate(parts)
+
+
+# --- greedy decodes -----------------------------------------------------------------------------------------------
+
+
+def greedy_runs():
+    for name in DRAFTS:
+        for run in fixture(name, "decode.json")["decodes"]:
+            if run["temperature"] == 0:
+                parts = [name, run["prompt"], run["confidence_threshold"], run["max_new_tokens"], run.get("stop_kind")]
+                yield pytest.param(name, run, id="-".join(str(part) for part in parts if part is not None))
+
+
+def policy_of(name, run):
+    return f"threshold:{run['confidence_threshold']}" if draft(name).has_confidence else "fixed"
+
+
+def rounds_of(a_pair, prompt, policy, max_tokens, stop_ids=(), confidences=False):
+    model = a_pair.draft
+    chosen = make_policy(policy, model.gamma if model else 0, bool(model and model.has_confidence))
+    options = DecodeOptions(GREEDY, chosen, max_tokens, frozenset(stop_ids), confidences=confidences)
+    return decode(a_pair, prompt, options)
+
+
+def generated(*arguments):
+    """(ids, finish reason, rounds) of a whole run."""
+    rounds = list(rounds_of(*arguments))
+    return [token for landed in rounds for token in landed.tokens], rounds[-1].finish, rounds
+
+
+def reference_rounds(rounds, max_new_tokens):
+    """The verify rounds that the reference's loop would run: it goes on while the anchor is inside the limit."""
+    committed = 0
+    for landed in rounds:
+        committed += len(landed.tokens)
+        if landed.rows:
+            yield landed
+        if committed > max_new_tokens or landed.finish:
+            return
+
+
+def proposal_length(landed):
+    """The reference cuts the proposal at an accepted stop token."""
+    cut = landed.finish == "stop" and len(landed.tokens) == landed.accepted
+    return landed.accepted if cut else len(landed.drafts)
+
+
+@pytest.mark.parametrize("name, run", list(greedy_runs()))
+def test_greedy_rounds(name, run):
+    prompt, result = fixture(name, "decode.json")["prompts"][run["prompt"]], run["result"]
+    # Without a limit of our own, so that the last round is as wide as the reference's.
+    ours = rounds_of(pair(name), prompt, policy_of(name, run), None, run["stop_token_ids"] or (), True)
+    rounds = list(reference_rounds(ours, run["max_new_tokens"]))
+
+    assert [len(landed.tokens) for landed in rounds] == result["acceptance_lengths"]
+    assert [landed.accepted for landed in rounds] == result["accepted_draft_lengths"]
+    assert [proposal_length(landed) for landed in rounds] == result["proposal_lengths"]
+    for landed, recorded in zip(rounds, run["rounds"], strict=True):
+        assert landed.start == recorded["start"]
+        assert landed.proposed == draft(name).gamma
+        assert list(landed.drafts) == recorded["sampled_tokens"][: recorded["draft_token_count"]]
+        assert len(landed.drafts) == recorded["draft_token_count"]
+        check_confidences(landed, recorded.get("confidence_logits"))
+
+
+def check_confidences(landed, logits):
+    if logits is None:
+        assert landed.confidences is None
+    else:
+        close(landed.confidences, 1 / (1 + np.exp(-np.array(logits))), HIDDEN, f"round {landed.index}: confidences")
+
+
+@pytest.mark.parametrize("name, run", list(greedy_runs()))
+def test_greedy_ids(name, run):
+    prompt, limit = fixture(name, "decode.json")["prompts"][run["prompt"]], run["max_new_tokens"]
+    stop_ids = run["stop_token_ids"] or ()
+    ids, finish, rounds = generated(pair(name), prompt, policy_of(name, run), limit, stop_ids)
+    assert prompt + ids == run["result"]["output_ids"]
+    assert finish == ("stop" if ids[-1] in stop_ids else "length")
+    # Not one row beyond the limit: the last row's own token is the last one wanted.
+    assert all(landed.start + landed.rows < len(prompt) + limit for landed in rounds if landed.rows)
+
+
+# --- sampled runs at temperature 1, replayed ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in DRAFTS if is_sampled(name)])
+def test_sampled_run_replayed(name):
+    """Recorded draft tokens, uniforms and next tokens are forced; every accept decision must follow."""
+    model, golden, run = draft(name), fixture(name, "rounds.safetensors"), recorded_rounds(name, temperature=1.0)
+    rule = make_rule(Sampling(temperature=1.0, seed=0))
+    state, cache = model.start(), target().start(KVOptions())
+    features = prefill_taps(name, cache, model.taps)
+    key = rule.start()
+    for index, recorded in enumerate(run["rounds"]):
+        where = f"round {index}"
+        model.observe(state, mx.zeros((1, len(features)), dtype=mx.int32), features[None])
+        forced = mx.array(recorded["sampled_tokens"])
+        proposal = model.propose(state, mx.array(recorded["verify_input_ids"][:1]), model.gamma, forcing(forced, rule))
+        close(proposal.confidence_logits[0], recorded["confidence_logits"], HIDDEN, f"{where}: confidence logits")
+        inputs = mx.array([recorded["verify_input_ids"]])
+        verified = target().forward(inputs, cache, model.taps)
+        if index < 3:
+            expected = {part: golden[f"A_T1.round{index}.{part}"] for part in
+                        ("sampled_tokens", "corrected_logits", "confidence_logits")}  # fmt: skip
+            check_proposal(proposal, expected, where)
+            close(verified.logits[0], golden[f"A_T1.round{index}.target_logits"], LOGITS, f"{where}: target logits")
+
+        uniforms = mx.array([recorded["uniforms"]])
+        verdict = rule.judge_with(forced[None], proposal.log_q, verified.logits, None, uniforms, key)
+        accepted = recorded["accepted_draft_tokens"]
+        assert verdict.accepted.item() == accepted, where
+        assert verdict.tokens[0, :accepted].tolist() == recorded["sampled_tokens"][:accepted], where
+        check_accept_tests(rule, proposal, verified, forced, uniforms, recorded, where)
+
+        cache.advance(inputs.shape[1], accepted + 1)
+        features = verified.taps[0, : accepted + 1]
+
+
+def forcing(tokens, rule):
+    """A pick that takes `tokens` in order, with the log q that the rule would have drawn from."""
+    real = rule.picker(None, rule.start(), len(tokens))
+    return lambda logits, drafts: (tokens[len(drafts)][None], real(logits, drafts)[1])
+
+
+def check_accept_tests(rule, proposal, verified, tokens, uniforms, recorded, where):
+    p = mx.softmax(verified.logits[:, :-1], axis=-1)
+    q = mx.exp(proposal.log_q)
+    at = (np.arange(len(recorded["sampled_tokens"])), np.array(recorded["sampled_tokens"]))
+    close(np.array(q[0])[at], recorded["draft_prob_of_token"], PROBABILITY, f"{where}: q of the drafts")
+    close(np.array(p[0])[at], recorded["target_prob_of_token"], PROBABILITY, f"{where}: p of the drafts")
+    passed = np.array(recorded["uniforms"]) < np.array(recorded["target_prob_of_token"]) / np.maximum(
+        np.array(recorded["draft_prob_of_token"]), 1e-8
+    )
+    mask = accept_mask(p, q, tokens[None], uniforms)
+    assert mask[0].tolist() == passed.tolist(), where
+    assert leading_run(mask).item() == recorded["accepted_draft_tokens"], where
