@@ -53,14 +53,14 @@ class Sampling:
                 raise ValueError(f"{name} is {value}: give a finite number")
         if self.top_p < 0:
             raise ValueError(f"top_p is {self.top_p}: give 0 (top token only) to 1 (off)")
-        if self.top_k < 0:
+        if not self.top_k >= 0:
             raise ValueError(f"top_k is {self.top_k}: give 0 (off) or a positive count")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p is {self.min_p}: give 0 (off) to 1")
         if self.repetition_penalty is not None and self.repetition_penalty < 0:
             raise ValueError(f"repetition_penalty is {self.repetition_penalty}: give a value of at least 0")
         for name in ("repetition_context_size", "presence_context_size", "frequency_context_size"):
-            if getattr(self, name) < 1:
+            if not getattr(self, name) >= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give at least 1")
         for token, value in self.logit_bias.items():
             if token < 0 or math.isnan(value):

@@ -101,15 +101,17 @@ def script_with_eos(at: int | None, length: int = 100) -> list[int]:
 
 def scripted_pair(script: Sequence[int], context: int | None = None, **draft):
     """Quacks like a Pair, also for stream_generate, with one letter per token."""
-    tokenizer = SimpleNamespace(detokenizer=LetterDetokenizer())
+    tokenizer = SimpleNamespace(detokenizer=Letters(), decode=lambda ids: "".join(chr(48 + token) for token in ids))
     return SimpleNamespace(target=ScriptedTarget(script, context), draft=ScriptedDraft(script, **draft),
                            tokenizer=tokenizer, stop_ids=frozenset({EOS}), facts={})
 
 
-class LetterDetokenizer:
-    last_segment = ""
+class Letters:
+    def __init__(self):
+        self.last_segment, self.tokens = "", []
 
     def add_token(self, token: int):
+        self.tokens.append(token)
         self.last_segment = chr(48 + token)
 
     def finalize(self):
@@ -363,7 +365,7 @@ def reads_per_round(monkeypatch, pair, prompt, opts) -> list[int]:
     ],
 )
 def test_a_round_reads_the_device_at_most(monkeypatch, pair, prompt, policy, fields, most):
-    counts = reads_per_round(monkeypatch, pair, prompt, options(policy, pair.draft.gamma, max_tokens=30, **fields))
+    counts = reads_per_round(monkeypatch, pair, prompt, options(policy, pair.draft.gamma, max_tokens=20, **fields))
     assert len(counts) > 3 and max(counts) == most and min(counts) >= 1
 
 
@@ -412,7 +414,7 @@ SAMPLED = Sampling(temperature=0.8, top_p=0.95, seed=11)
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("policy", ["plain", "fixed", "threshold:0.5"])
 def test_logprobs_are_those_of_the_target_at_temperature_1(pair, prompt, policy, sampling):
-    rounds = run(pair, prompt, policy, max_tokens=30, sampling=sampling, logprobs=True)
+    rounds = run(pair, prompt, policy, max_tokens=20, sampling=sampling, logprobs=True)
     ids = ids_of(rounds)
     logits = pair.target.model(mx.array([prompt + ids]))[0, len(prompt) - 1 : -1].astype(mx.float32)
     wanted = mx.take_along_axis(logits - mx.logsumexp(logits, axis=-1, keepdims=True), mx.array(ids)[:, None], axis=-1)
@@ -455,19 +457,18 @@ def test_recorded_confidences_are_the_heads_and_change_nothing(pair, prompt, gre
 
 
 def test_timing_tells_draft_and_verify_apart_and_changes_nothing(pair, prompt, greedy):
-    rounds = run(pair, prompt, max_tokens=LENGTH, timing=True)
-    assert [(landed.drafts, landed.tokens) for landed in rounds] == [(landed.drafts, landed.tokens) for landed in greedy]
-    for landed in rounds[1:]:
-        parts = landed.seconds
-        assert parts["draft"] > 0 and parts["verify"] > 0
-        assert parts["wait"] < parts["verify"]
+    rounds = run(pair, prompt, max_tokens=30, timing=True)
+    assert ids_of(rounds) == ids_of(greedy)[:30]
+    assert all(landed.seconds["draft"] > 0 and landed.seconds["verify"] > 0 for landed in rounds[1:])
+    wait, verify = (sum(landed.seconds[part] for landed in rounds[1:]) for part in ("wait", "verify"))
+    assert wait < verify / 2, "the device's work must not show up in `wait`"
 
 
 # --- randomness
 
 
 def sampled_ids(pair, prompt, seed):
-    chunks = list(stream_generate(pair, prompt, max_tokens=30, temperature=0.9, seed=seed))
+    chunks = list(stream_generate(pair, prompt, max_tokens=16, temperature=0.9, seed=seed))
     return [i for chunk in chunks for i in chunk.ids], chunks[-1].stats.facts["seed"]
 
 
@@ -492,13 +493,9 @@ def test_the_global_random_state_plays_no_part(pair, prompt):
 # --- rounds launched before the last one is read
 
 
-def mlx_lm_ids(pair, prompt, count: int) -> list[int]:
-    steps = generate_step(mx.array(prompt), pair.target.model, max_tokens=count)
-    return [int(token) for token, _ in steps]
-
-
 def test_plain_equals_mlx_lm(pair, prompt, greedy):
-    wanted = mlx_lm_ids(pair, prompt, LENGTH)
+    steps = generate_step(mx.array(prompt), pair.target.model, max_tokens=LENGTH)
+    wanted = [int(token) for token, _ in steps]
     rounds = run(pair, prompt, "plain", max_tokens=LENGTH)
     assert ids_of(rounds) == wanted == ids_of(greedy)
     assert {landed.rows for landed in rounds[1:]} == {1}
@@ -515,8 +512,8 @@ def test_plain_equals_mlx_lm(pair, prompt, greedy):
     ],
 )
 def test_parked_and_drafting_rounds_mix(pair, prompt, greedy, before, after, reads):
-    rounds = run(pair, prompt, Patterned(before, after, reads), max_tokens=LENGTH)
-    assert ids_of(rounds) == ids_of(greedy)
+    rounds = run(pair, prompt, Patterned(before, after, reads), max_tokens=45)
+    assert ids_of(rounds) == ids_of(greedy)[:45]
     assert any(landed.rows == 1 for landed in rounds)
     assert after == [0] or any(landed.accepted for landed in rounds)
 

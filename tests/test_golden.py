@@ -16,7 +16,7 @@ from mlx_lm.utils import load_model
 from mlx_dspark.decode import DecodeOptions, decode
 from mlx_dspark.draft import read_draft
 from mlx_dspark.load import Pair
-from mlx_dspark.sampling import accept_mask, leading_run, make_rule
+from mlx_dspark.sampling import accept_mask, leading_run, make_rule, next_weights
 from mlx_dspark.schedule import make_policy
 from mlx_dspark.structs import KVOptions, Sampling
 from mlx_dspark.target import Target
@@ -92,7 +92,7 @@ def test_prefill_in_chunks_keeps_every_tap(step):
     last = target().prefill(
         golden["input_ids"].tolist(), target().start(KVOptions()), (1, 4), step,
         lambda tokens, taken: (seen.append(tokens[0]), taps.append(taken[0])),
-    )  # fmt: skip
+    )
     assert mx.concatenate(seen).tolist() == golden["input_ids"].tolist()
     wanted = mx.concatenate([golden["hidden_states.2"], golden["hidden_states.5"]], axis=-1)
     close(mx.concatenate(taps), wanted, LOGITS, "taps")
@@ -271,7 +271,7 @@ def test_sampled_run_replayed(name):
         verified = target().forward(inputs, cache, model.taps)
         if index < 3:
             expected = {part: golden[f"A_T1.round{index}.{part}"] for part in
-                        ("sampled_tokens", "corrected_logits", "confidence_logits")}  # fmt: skip
+                        ("sampled_tokens", "corrected_logits", "confidence_logits")}
             check_proposal(proposal, expected, where)
             close(verified.logits[0], golden[f"A_T1.round{index}.target_logits"], LOGITS, f"{where}: target logits")
 
@@ -293,14 +293,15 @@ def forcing(tokens, rule):
 
 
 def check_accept_tests(rule, proposal, verified, tokens, uniforms, recorded, where):
-    p = mx.softmax(verified.logits[:, :-1], axis=-1)
+    p = mx.softmax(verified.logits, axis=-1)
     q = mx.exp(proposal.log_q)
     at = (np.arange(len(recorded["sampled_tokens"])), np.array(recorded["sampled_tokens"]))
     close(np.array(q[0])[at], recorded["draft_prob_of_token"], PROBABILITY, f"{where}: q of the drafts")
     close(np.array(p[0])[at], recorded["target_prob_of_token"], PROBABILITY, f"{where}: p of the drafts")
-    passed = np.array(recorded["uniforms"]) < np.array(recorded["target_prob_of_token"]) / np.maximum(
-        np.array(recorded["draft_prob_of_token"]), 1e-8
-    )
-    mask = accept_mask(p, q, tokens[None], uniforms)
-    assert mask[0].tolist() == passed.tolist(), where
-    assert leading_run(mask).item() == recorded["accepted_draft_tokens"], where
+    ratio = np.array(recorded["target_prob_of_token"]) / np.array(recorded["draft_prob_of_token"])
+    mask = accept_mask(p[:, :-1], q, tokens[None], uniforms)
+    assert mask[0].tolist() == (np.array(recorded["uniforms"]) < ratio).tolist(), where
+    accepted = recorded["accepted_draft_tokens"]
+    assert leading_run(mask).item() == accepted, where
+    weights = next_weights(p, q, mx.array([accepted]))
+    assert weights[0, recorded["next_token"]].item() > 0, f"{where}: the recorded next token cannot be drawn"

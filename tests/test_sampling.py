@@ -24,7 +24,7 @@ from mlx_dspark.sampling import (
     next_weights,
 )
 from mlx_dspark.schedule import Fixed, Threshold
-from mlx_dspark.structs import Sampling, Schedule
+from mlx_dspark.structs import Sampling
 
 GOLDEN = Path(__file__).parent / "golden" / "sampling"
 PROBABILITY = 1e-5
@@ -92,11 +92,21 @@ SAMPLED = [case for case in CASES if case.temperature > 0]
 GREEDY = [case for case in CASES if case.temperature < 1e-5]
 
 
-@pytest.mark.parametrize("case", SAMPLED, ids=lambda case: case.name)
+TINY = "tiny_draft_probability"  # q(x) = 1e-28 under p(x) = 2e-26: the reference's clamp at 1e-8 rejects, p/q = 149
+
+
+def test_a_draft_probability_below_the_references_clamp_is_judged_by_the_true_ratio():
+    case = next(case for case in SAMPLED if case.name == TINY)
+    shape = make_shape(sampling(temperature=case.temperature, seed=0))
+    p, q = mx.exp(shape(case.logits))[:, :-1], mx.exp(case.log_q(shape))
+    assert accept_mask(p, q, case.drafts, case.uniforms).tolist() == [[True]]
+    assert accept_mask(p, mx.maximum(q, 1e-8), case.drafts, case.uniforms).tolist() == [case.mask] == [[False]]
+
+
+@pytest.mark.parametrize("case", [case for case in SAMPLED if case.name != TINY], ids=lambda case: case.name)
 def test_recorded_accept_decisions(case):
-    rule = make_rule(sampling(temperature=case.temperature, seed=0))
-    shape = make_shape(rule_sampling := sampling(temperature=case.temperature))
-    assert not rule_sampling.greedy
+    settings = sampling(temperature=case.temperature, seed=0)
+    rule, shape = make_rule(settings), make_shape(settings)
     log_q = case.log_q(shape)
     p, q = mx.exp(shape(case.logits)), mx.exp(log_q)
     passed = accept_mask(p[:, :-1], q, case.drafts, case.uniforms)
@@ -148,7 +158,7 @@ def test_fixtures_hold_the_special_cases():
 def reference_probabilities(logits, settings):
     """mlx-lm's own filters in the order of its make_sampler, then the temperature: float64 [..., V]."""
     with_defaults = sampling(**settings)
-    logprobs = log_softmax(logits)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     mx.disable_compile()  # compiling one graph per setting takes seconds
     try:
         if 0 < with_defaults.top_p < 1:
@@ -187,8 +197,18 @@ def test_filters_keep_what_mlx_lm_keeps(settings):
     probabilities = np.array(mx.exp(make_shape(sampling(**settings))(logits)))
     expected = reference_probabilities(logits, settings)
     np.testing.assert_array_equal(probabilities > 0, expected > 0)
-    close(probabilities, expected, 1e-6)
-    close(probabilities.sum(axis=-1, dtype=np.float64), np.ones(64), 1e-6)
+    close(probabilities, expected, PROBABILITY)
+    close(probabilities.sum(axis=-1, dtype=np.float64), np.ones(64), PROBABILITY)
+
+
+@pytest.mark.parametrize("temperature", [2.0, 1.0, 0.1, 0.01, 1e-3, 1e-6])
+def test_any_temperature_gives_a_distribution(temperature):
+    """Two tokens tied far above zero: dividing by a small temperature first would round their halves away."""
+    logits = random_logits(64, 50) + 30
+    logits = mx.concatenate([logits, mx.full((64, 2), 45.0)], axis=-1)
+    p = np.exp(np.array(make_shape(sampling(temperature=temperature))(logits), dtype=np.float64))
+    close(p.sum(axis=-1), np.ones(64), PROBABILITY)
+    close(p, reference_probabilities(logits, {"temperature": temperature}), PROBABILITY)
 
 
 @pytest.mark.parametrize("settings", [{}, *FILTERS], ids=named)
@@ -306,7 +326,7 @@ def tiny_draft(markov, block, seed=0, scale=1.5):
         vocab_size=V, rms_norm_eps=1e-6, rope_theta=1e4, attention_bias=False, taps=(0,), block_size=block,
         mask_token_id=V - 1, markov=markov, markov_rank=0 if markov == "none" else 4, confidence=True,
         confidence_with_markov=markov != "none", num_target_layers=None,
-    )  # fmt: skip
+    )
     draft = BlockDraft(spec, own_embed=True, own_head=True)
     names = [(name, array.shape) for name, array in tree_flatten(draft.parameters())]
     keys = mx.random.split(mx.random.key(seed), len(names))
@@ -320,7 +340,8 @@ class TreeTarget:
 
     def __init__(self, depth, settings, seed=1):
         self.levels = [random_logits(*[V] * (k + 1), scale=1.5, seed=seed + k) for k in range(depth)]
-        self.p = [np.array(mx.exp(make_shape(settings)(level)), dtype=np.float64) for level in self.levels]
+        self.shape = make_shape(settings)
+        self.p = [np.array(mx.exp(self.shape(level)), dtype=np.float64) for level in self.levels]
 
     def logits(self, drafts):
         """Rows of a verify forward of drafts [B, N] -> [B, N + 1, V]."""
@@ -352,7 +373,7 @@ def proposals(draft, texts, shape):
     return draft.propose(
         state, mx.full((rows,), 2, dtype=mx.int32), texts.shape[1],
         lambda logits, drafts: (texts[:, len(drafts)], shape(logits)),
-    )  # fmt: skip
+    )
 
 
 def enumerate_round(target, texts, proposal, verified):
@@ -365,7 +386,7 @@ def enumerate_round(target, texts, proposal, verified):
     for count in sorted(set(verified)):
         rows = np.flatnonzero(np.array(verified) == count)
         joint = joint + enumerate_width(target, texts[mx.array(rows)], proposal.log_q[mx.array(rows), :count],
-                                        chance[rows].prod(axis=(1, 2)), count)  # fmt: skip
+                                        chance[rows].prod(axis=(1, 2)), count)
     return joint
 
 
@@ -390,7 +411,7 @@ def enumerate_width(target, texts, log_q, mass, count):
 def accept_chance(p, q, drafts):
     """min(1, p / q) of each draft [B, N], float64; a draft that cannot be drawn has no mass and counts as 1."""
     p_x, q_x = (np.take_along_axis(np.array(x, dtype=np.float64), np.array(drafts)[..., None], -1)[..., 0]
-                for x in (p[:, : drafts.shape[1]], q))  # fmt: skip
+                for x in (p[:, : drafts.shape[1]], q))
     return np.divide(np.minimum(p_x, q_x), q_x, out=np.ones_like(q_x), where=q_x > 0)
 
 
@@ -398,10 +419,8 @@ class Enumeration:
     """A random draft and a random target at block size `block`, with all texts the draft could propose."""
 
     def __init__(self, markov, block, **settings):
-        self.settings = sampling(**settings)
-        self.target = TreeTarget(block + 1, self.settings)
-        self.target.shape = make_shape(self.settings)
-        self.block, self.texts = block, every_text(block)
+        self.target = TreeTarget(block + 1, sampling(**settings))
+        self.texts = every_text(block)
         self.proposal = proposals(tiny_draft(markov, block), self.texts, self.target.shape)
         self.confidences = np.array(mx.sigmoid(self.proposal.confidence_logits)).tolist()
 
@@ -417,7 +436,7 @@ class Enumeration:
 
 
 def middle_level(case):
-    """A threshold that cuts about half of the first slots that texts can still differ in."""
+    """A threshold amid the last slot's confidences, so that different texts are cut at different slots."""
     return float(np.median(np.array(case.confidences)[:, -1]))
 
 
@@ -450,36 +469,19 @@ def test_narrow_rounds_are_exact():
         assert case.deviation([width] * len(case.texts)) < 1e-6
 
 
-class Peeking:
-    """Wrong on purpose: looks at the token it admits."""
-
-    def after(self, text, confidences):
-        return Schedule(len(text) if text[0] < V // 2 else 0, "peeking", "a small first token")
-
-
-class NextConfidence:
-    """Wrong on purpose: admits slot k by c_{k+1}, which is computed from x_k."""
-
-    def __init__(self, level):
-        self.level = level
-
-    def after(self, text, confidences):
-        later = [confidence >= self.level for confidence in confidences[1:]]
-        return Schedule(later.index(False) if False in later else len(text), "late", "c of the slot after")
-
-
 @pytest.mark.parametrize("markov", HEADS)
 def test_a_scheduler_that_peeks_is_caught(markov):
+    """Negative control: it looks at the token it admits."""
     case = Enumeration(markov, 2)
-    texts = case.texts.tolist()
-    assert case.deviation([Peeking().after(t, c).drafts for t, c in zip(texts, case.confidences)]) > 1e-3
+    assert case.deviation([2 if text[0] < V // 2 else 0 for text in case.texts.tolist()]) > 1e-3
 
 
 @pytest.mark.parametrize("markov", ["vanilla", "gated", "rnn"])
 def test_a_scheduler_that_uses_the_confidence_after_is_caught(markov):
+    """Negative control: slot k is admitted by c_{k+1}, which is computed from x_k."""
     case = Enumeration(markov, 2)
-    policy = NextConfidence(middle_level(case))
-    assert case.deviation([policy.after(t, c).drafts for t, c in zip(case.texts.tolist(), case.confidences)]) > 1e-3
+    level = middle_level(case)
+    assert case.deviation([2 if after >= level else 0 for _, after in case.confidences]) > 1e-3
 
 
 def test_the_draft_is_far_from_the_target():
@@ -494,10 +496,7 @@ def test_the_draft_is_far_from_the_target():
 @pytest.mark.parametrize("block", [1, 2, 3])
 def test_greedy_draft_is_exact_under_sampling(markov, block):
     """A draft without a choice reports no log q: its distribution is one-hot."""
-    settings = sampling()
-    target = TreeTarget(block + 1, settings)
-    target.shape = make_shape(settings)
-    state, draft = None, tiny_draft(markov, block)
+    target, draft = TreeTarget(block + 1, sampling()), tiny_draft(markov, block)
     state = draft.start()
     draft.observe(state, mx.zeros((1, 3), dtype=mx.int32), mx.random.normal((1, 3, 8), key=mx.random.key(5)))
     proposal = draft.propose(state, mx.array([2]), block, make_rule(Sampling()).picker(None, None, block))
@@ -533,7 +532,7 @@ def test_accept_mask_switches_at_the_ratio():
 @pytest.mark.parametrize("accepted", [0, 1, 2])
 def test_equal_distributions_always_accept_and_have_no_residual(accepted):
     rule, logits = make_rule(sampling(seed=3)), random_logits(1, 3, V)
-    log_p = log_softmax(logits)
+    log_p = make_shape(sampling())(logits)
     almost_one = mx.full((1, 2), 1 - 2**-24)
     for drafts in every_text(2).tolist():
         verdict = rule.judge_with(mx.array([drafts]), log_p[:, :2], logits, None, almost_one, rule.start())
@@ -544,32 +543,33 @@ def test_equal_distributions_always_accept_and_have_no_residual(accepted):
 
 # --- exactness by counting -----------------------------------------------------------------------------------------
 
-ROWS, WORDS, TOKENS = 50_000, 8, 3
+ROWS, LONE, WORDS, TOKENS = 50_000, 3000, 8, 3
 
 
-def count_texts(rule, target_table, draft_table, slots, greedy_draft=False, spoil=lambda log_q: log_q):
-    """Counts [V, V, V] of the first three tokens of 50,000 requests run through picker and judge.
+def one_round(rule, key, anchor, target_table, draft_table, slots, greedy_draft=False, spoil=lambda log_q: log_q):
+    """One round behind anchors [B] -> (key for later rounds, verdict). Both tables are logits by previous token."""
+    key, drafting, judging = rule.split(key)
+    pick = (make_rule(Sampling()) if greedy_draft else rule).picker(None, drafting, slots)
+    drafts, log_q, previous = [], [], anchor
+    for _ in range(slots):
+        previous, chosen_from = pick(draft_table[previous], drafts)
+        previous = previous.astype(mx.int32)
+        drafts.append(previous)
+        log_q.append(chosen_from)
+    logits = target_table[mx.stack([anchor, *drafts], axis=1)]
+    known = None if greedy_draft else spoil(mx.stack(log_q, axis=1))
+    return key, rule.judge(mx.stack(drafts, axis=1), known, logits, None, judging)
 
-    Both tables are logits by previous token [V, V]; every request starts behind token 0.
-    """
-    key = rule.start()
-    anchor = mx.zeros((ROWS,), dtype=mx.int32)
+
+def count_texts(rule, *tables_and_slots, **options):
+    """Counts [V, V, V] of the first three tokens of 50,000 requests; every request starts behind token 0."""
+    key, anchor = rule.start(), mx.zeros((ROWS,), dtype=mx.int32)
     text, filled = np.zeros((ROWS, TOKENS), dtype=np.int64), np.zeros(ROWS, dtype=np.int64)
     while filled.min() < TOKENS:
-        key, drafting, judging = rule.split(key)
-        pick = (make_rule(Sampling()) if greedy_draft else rule).picker(None, drafting, slots)
-        drafts, log_q, previous = [], [], anchor
-        for _ in range(slots):
-            previous, chosen_from = pick(draft_table[previous], drafts)
-            previous = previous.astype(mx.int32)
-            drafts.append(previous)
-            log_q.append(chosen_from)
-        logits = target_table[mx.stack([anchor, *drafts], axis=1)]
-        known = None if greedy_draft else spoil(mx.stack(log_q, axis=1))
-        verdict = rule.judge(mx.stack(drafts, axis=1), known, logits, None, judging)
+        key, verdict = one_round(rule, key, anchor, *tables_and_slots, **options)
         anchor = mx.take_along_axis(verdict.tokens, verdict.accepted[:, None], axis=1)[:, 0]
         accepted, tokens = np.array(verdict.accepted), np.array(verdict.tokens)
-        for k in range(slots + 1):
+        for k in range(tokens.shape[1]):
             fits = np.flatnonzero((k <= accepted) & (filled < TOKENS))
             text[fits, filled[fits]] = tokens[fits, k]
             filled[fits] += 1
@@ -615,10 +615,22 @@ def test_greedy_draft_by_chi_square():
     assert chi_square(counts, ROWS * chain(target_table, {})) < 6
 
 
+@pytest.mark.parametrize("greedy_draft", [False, True], ids=["sampled-draft", "greedy-draft"])
+def test_lone_requests_with_their_own_keys_by_chi_square(greedy_draft):
+    """In a batch of one, two draws from one key would be the same bits; in a large batch that would not show."""
+    (target_table, draft_table), rule, anchor = tables(), make_rule(sampling(seed=0)), mx.array([0])
+    first = [
+        one_round(rule, key, anchor, target_table, draft_table, 1, greedy_draft)[1].tokens[0, 0]
+        for key in mx.random.split(mx.random.key(21), LONE)
+    ]
+    counts = np.bincount(np.array(mx.stack(first)), minlength=WORDS)
+    assert chi_square(counts, LONE * chain(target_table, {}).sum(axis=(1, 2))) < 6
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
-        pytest.param(lambda log_q: log_softmax(0.9 * log_q), id="q-flatter-than-drawn-from"),
+        pytest.param(lambda log_q: log_softmax(0.8 * log_q), id="q-flatter-than-drawn-from"),
         pytest.param(lambda log_q: mx.full(log_q.shape, -math.log(WORDS)), id="q-uniform"),
         pytest.param(lambda log_q: mx.concatenate([log_q[:, 1:], log_q[:, :1]], axis=1), id="q-of-another-slot"),
     ],
@@ -633,18 +645,12 @@ def test_a_wrong_q_is_caught_by_chi_square(spoil):
 
 
 def draws(seed):
-    """Drafts, accepted lengths and tokens of three rounds of 64 requests."""
+    """Accepted lengths and tokens of three rounds of 64 requests."""
     rule = make_rule(sampling(seed=seed))
-    logits, key, out = random_logits(64, 4, V), rule.start(), []
+    key, anchor, out = rule.start(), mx.zeros((64,), dtype=mx.int32), []
     for _ in range(3):
-        key, drafting, judging = rule.split(key)
-        pick, drafts, log_q = rule.picker(None, drafting, 3), [], []
-        for k in range(3):
-            token, chosen_from = pick(logits[:, k] / 2, drafts)
-            drafts.append(token.astype(mx.int32))
-            log_q.append(chosen_from)
-        verdict = rule.judge(mx.stack(drafts, axis=1), mx.stack(log_q, axis=1), logits, None, judging)
-        out.append([mx.stack(drafts, axis=1).tolist(), verdict.accepted.tolist(), verdict.tokens.tolist()])
+        key, verdict = one_round(rule, key, anchor, *tables(), slots=3)
+        out.append([verdict.accepted.tolist(), verdict.tokens.tolist()])
     return out
 
 
@@ -716,7 +722,7 @@ def test_judging_shows_processors_what_plain_decoding_would(settings, count):
     log_q = mx.log((mx.arange(V) == drafts[..., None]).astype(mx.float32))
     # Every row would choose the token before it, did the processor not forbid it; then the next draft.
     wishes = [[20.0 * (token == HISTORIES[k][-1]) + 10.0 * (token == [*TEXT, 0][k]) for token in range(V)]
-              for k in range(count + 1)]  # fmt: skip
+              for k in range(count + 1)]
     verdict = rule.judge(drafts, log_q if count else None, mx.array([wishes]), mx.array(SEEN), rule.start())
     assert recorder.histories == HISTORIES[: count + 1]
     assert recorder.shapes == {(1, V)}
