@@ -184,6 +184,8 @@ def _load_draft(
     name: str | Path, target: Target, dtype: mx.Dtype | None, bits: int | None, revision: str | None
 ) -> BlockDraft:
     draft = read_draft(resolve(name, revision), dtype or _draft_dtype(target), bits)
+    if dtype == mx.float32 and bits is None and on_cpu():
+        _dequantise(draft)
     if draft.needs_tables:
         target.require_tables()
         check_pair(target, draft)

@@ -17,14 +17,14 @@ from mlx_lm.utils import load_model
 from mlx_dspark.decode import DecodeOptions, decode
 from mlx_dspark.draft import BlockDraft, DraftSpec, read_draft
 from mlx_dspark.draft.block import Tables
-from mlx_dspark.load import Pair, load
+from mlx_dspark.load import ASSETS, Pair, load
 from mlx_dspark.sampling import make_rule
 from mlx_dspark.schedule import make_policy
 from mlx_dspark.structs import Proposal, Round, Sampling
 from mlx_dspark.target import Target
 
 GOLDEN = Path(__file__).parent / "golden"
-HELDOUT = Path(__file__).parent / "data" / "heldout.jsonl"
+HELDOUT = ASSETS / "heldout.jsonl"
 VOCAB = 300
 WINDOW = 16
 GAMMA = 4

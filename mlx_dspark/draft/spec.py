@@ -49,9 +49,9 @@ class DraftSpec:
         where: the folder, for messages. Raises FormatError for a missing or impossible value.
         """
         get = _Reader(config, where)
-        architecture = (config.get("architectures") or ["(none)"])[0]
-        if architecture != "Qwen3DSparkModel":
-            raise FormatError(f"{where}: architecture {architecture!r} is not a draft this version loads: "
+        architectures = config.get("architectures")
+        if not isinstance(architectures, list) or architectures[:1] != ["Qwen3DSparkModel"]:
+            raise FormatError(f"{where}: architectures {architectures!r} is not a draft this version loads: "
                               "use a DeepSpec Qwen3DSparkModel folder")
         rank = get.integer("markov_rank", least=0)
         markov = str(get("markov_head_type")).lower() if rank else "none"
@@ -62,6 +62,7 @@ class DraftSpec:
         if with_markov and not rank:
             raise FormatError(f"{where}: confidence_head_with_markov is true but markov_rank is 0: "
                               "the confidence head has no Markov row to look at")
+        layers = get.integer("num_target_layers") if config.get("num_target_layers") is not None else None
         heads = get.integer("num_attention_heads")
         hidden = get.integer("hidden_size")
         vocab = get.integer("vocab_size")
@@ -81,14 +82,14 @@ class DraftSpec:
             rms_norm_eps=get.number("rms_norm_eps"),
             rope_theta=_rope_theta(config, where),
             attention_bias=bool(config.get("attention_bias", False)),
-            taps=_taps(get("target_layer_ids"), config.get("num_target_layers"), where),
+            taps=_taps(get("target_layer_ids"), layers, where),
             block_size=get.integer("block_size"),
             mask_token_id=mask,
             markov=markov,
             markov_rank=rank,
             confidence=confidence,
             confidence_with_markov=with_markov,
-            num_target_layers=config.get("num_target_layers"),
+            num_target_layers=layers,
         )
 
 
@@ -127,6 +128,8 @@ class _Reader:
 def _rope_theta(config: Mapping[str, Any], where: str) -> float:
     """Both spellings occur: `rope_parameters.rope_theta` (transformers 5) and a flat `rope_theta`."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise FormatError(f"{where}: config.json has rope_parameters = {rope!r}: an object is needed")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise FormatError(f"{where}: RoPE type {kind!r} is not supported in a draft yet: only 'default' is")
