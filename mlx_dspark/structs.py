@@ -96,11 +96,16 @@ class KVOptions:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One decision: how many drafts are verified, who decided, and why."""
+    """One decision: how many drafts are verified, who decided, and why.
+
+    expected_tokens, seconds: what the round is expected to commit and to cost, where the policy models it.
+    """
 
     drafts: int
     policy: str
     reason: str
+    expected_tokens: float | None = None
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,16 @@ token, so it cannot bias what it admits (paper, appendix A).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from ..structs import Round, Schedule
+from .auto import Auto
+from .cost import CostCurve
+from .paper import Lagged, Paper
+from .rate import Calibrate, Lookahead
 
 
 class Policy(Protocol):
@@ -25,7 +30,11 @@ class Policy(Protocol):
 
     @property
     def reads_confidence(self) -> bool:
-        """`after` wants the confidences of this round, which costs one more host read."""
+        """`after` wants the confidences of this round, which costs one more host read; asked after `before`."""
+
+    @property
+    def uses_confidence(self) -> bool:
+        """Finished rounds must carry their confidences (they come with the round's one host read)."""
 
     def before(self, history: Sequence[Round]) -> int:
         """How many tokens to draft; 0 verifies the anchor alone. A round still in flight is not in `history`."""
@@ -40,6 +49,7 @@ class Plain:
 
     name: str = "plain"
     reads_confidence: bool = False
+    uses_confidence: bool = False
 
     def before(self, history: Sequence[Round]) -> int:
         return 0
@@ -55,6 +65,7 @@ class Fixed:
     width: int
     name: str
     reads_confidence: bool = False
+    uses_confidence: bool = False
 
     def before(self, history: Sequence[Round]) -> int:
         return self.width
@@ -71,6 +82,7 @@ class Threshold:
     width: int
     name: str
     reads_confidence: bool = True
+    uses_confidence: bool = True
 
     def before(self, history: Sequence[Round]) -> int:
         return self.width
@@ -84,32 +96,48 @@ class Threshold:
         return Schedule(proposed, self.name, "every confidence passed")
 
 
-def make_policy(text: str | None, gamma: int, has_confidence: bool) -> Policy:
+def make_policy(
+    text: str | None, gamma: int, has_confidence: bool, curve: CostCurve | None = None, calibrate: Calibrate = tuple
+) -> Policy:
     """Build a policy from its name.
 
-    text: `plain`, `fixed` (the whole block), `fixed:N` or `threshold:X`; None is `fixed`, or `plain`
-        where there is no draft (gamma 0).
-    gamma: the draft's number of proposals per round. has_confidence: the draft has a confidence head.
+    text: plain, fixed (the whole block), fixed:N, threshold:X, paper, lagged, rate, lookahead or auto; None
+        is auto where there is a cost curve and a confidence head, else fixed, and plain without a draft.
+    gamma: the draft's proposals per round, 0 without a draft. curve: the machine's costs, which all but the
+        first four need. calibrate: raw confidences to probabilities.
 
-    Raises ValueError for an unknown name or a value out of range.
+    Raises ValueError for an unknown name, a value out of range, or something that is missing.
     """
     if text is None:
-        text = "fixed" if gamma else "plain"
+        text = "plain" if not gamma else "auto" if curve and has_confidence else "fixed"
     name, _, value = text.partition(":")
     if name == "plain" and not value:
         return Plain()
-    if name in ("fixed", "threshold") and gamma == 0:
+    known = name in ("fixed", "threshold") or text in _BY_RATE
+    if known and gamma == 0:
         raise ValueError(f"policy {text!r} needs a draft and there is none: give --draft, or use --policy plain")
     if name == "fixed":
         return Fixed(_width(text, value, gamma), text)
+    if name == "threshold" and (level := _level(text, value)) <= 0:  # every confidence passes: do not read them
+        return Fixed(gamma, text)
+    if not known:
+        raise ValueError(f"unknown policy {text!r}: use plain, fixed:N, threshold:X, {', '.join(_BY_RATE)}")
+    if not has_confidence:
+        raise ValueError(f"policy {text!r} needs a confidence head and this draft has none: use fixed:{gamma}")
     if name == "threshold":
-        level = _level(text, value)
-        if level <= 0:  # every confidence passes, so do not pay for reading them
-            return Fixed(gamma, text)
-        if not has_confidence:
-            raise ValueError(f"policy {text!r} needs a confidence head and this draft has none: use fixed:{gamma}")
         return Threshold(level, gamma, text)
-    raise ValueError(f"unknown policy {text!r}: use plain, fixed:N or threshold:X")
+    if curve is None:
+        raise ValueError(f"policy {text!r} needs the costs of this machine: leave --no-profile out, or use fixed:N")
+    return _BY_RATE[text](text, gamma, curve, calibrate)
+
+
+_BY_RATE: dict[str, Callable[[str, int, CostCurve, Calibrate], Policy]] = {
+    "paper": Paper,
+    "lagged": Lagged,
+    "rate": partial(Lookahead, horizon=0),
+    "lookahead": Lookahead,
+    "auto": Auto,
+}
 
 
 def _width(text: str, value: str, gamma: int) -> int:

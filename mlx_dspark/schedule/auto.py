@@ -1,0 +1,112 @@
+"""`auto`: lookahead, and the question before it: is drafting worth its seconds at all?
+
+Parking is decided before the draft is paid for, from the forecast of the round. A parked run probes: it
+drafts one round to see whether the content has changed. The pause between probes is the one that
+balances the probe's cost against what is missed, sqrt(2 cost / (chance of a change per round x gain of
+noticing)), with both learned from the run; probes that fail make the chance smaller, so they back off.
+
+The second host read of a round (its confidences) has a price too: it is only paid while deciding by
+this round's confidences has been worth more than that, compared with deciding by past rounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ..structs import Round, Schedule
+from .cost import CostCurve
+from .rate import Calibrate, Lookahead
+
+WARM_UP = 8  # rounds drafted before anything is parked
+FIRST_GAIN = 0.3  # tokens per round gained by drafting, before it is known
+PAUSE_LIMIT = 256  # rounds; a run never stops looking altogether
+GAIN_MEMORY = 0.02
+PROBE_MEMORY = 0.995
+READ_MEMORY = 0.02
+
+
+class Auto(Lookahead):
+    """Lookahead that parks, probes and saves the second read."""
+
+    def __init__(self, name: str, gamma: int, curve: CostCurve, calibrate: Calibrate = tuple):
+        super().__init__(name, gamma, curve, calibrate)
+        self._parked = 0  # rounds since the last drafted one
+        self._probing = False
+        self._changes, self._watched = 1.0, 8.0  # changes noticed in how many parked rounds (a prior of one in eight)
+        self._gain = FIRST_GAIN
+        self._insight = math.inf  # tokens per round gained by reading this round's confidences
+        self._why = "warming up"
+
+    @property
+    def reads_confidence(self) -> bool:
+        """Only while looking into the round pays for the read."""
+        return self._insight > self.price() * self.curve.read
+
+    def before(self, history: Sequence[Round]) -> int:
+        """Draft, park, or probe."""
+        self.learn(history)
+        self.forecast.pass_round()
+        self._probing = False
+        if self.forecast.rounds < WARM_UP:
+            return self._draft("warming up")
+        value = self.drafting_value(self.forecast.expected())
+        if value > 0:
+            return self._draft("drafting pays")
+        if self._parked + 1 >= self.pause():
+            self._probing = True
+            return self._draft("probe")
+        self._parked += 1
+        self._why = f"parked: a draft is expected to lose {-value:.2f} tokens"
+        return 0
+
+    def after(self, proposed: int, confidences: Sequence[float] | None) -> Schedule:
+        """The lookahead decision, or the reason for parking."""
+        if not proposed:
+            return self.decide(0, 0, (), self._why)
+        schedule = super().after(proposed, confidences)
+        if not self._probing:
+            return schedule
+        return Schedule(schedule.drafts, self.name, "probe", schedule.expected_tokens, schedule.seconds)
+
+    def drafting_value(self, confidences: Sequence[float]) -> float:
+        """Tokens gained over a plain round, its extra seconds priced, with these confidences."""
+        _, width, _ = self.best_prefix(confidences)
+        return self._gained(confidences, width) - self.price() * self.curve.drafting(self.gamma)
+
+    def pause(self) -> float:
+        """Rounds between two probes of a parked run."""
+        cost = self.price() * self.curve.drafting(self.gamma) + 0.02
+        chance = self._changes / self._watched
+        return min(PAUSE_LIMIT, max(2.0, math.sqrt(2 * cost / (chance * self._gain))))
+
+    def learn_confidences(self, confidences: Sequence[float], landed: Round) -> None:
+        """Was it good to draft, and to look?"""
+        before = self.forecast.expected()[: len(confidences)]
+        self._learn_insight(confidences, before)
+        self.forecast.observe(confidences)
+        value = self.drafting_value(self.forecast.expected())
+        if landed.schedule.reason == "probe":
+            self._watched = PROBE_MEMORY * (self._watched + self._parked_before)
+            self._changes = PROBE_MEMORY * (self._changes + (value > 0))
+        if value > 0:
+            self._gain += GAIN_MEMORY * (value - self._gain)
+
+    def _learn_insight(self, confidences: Sequence[float], expected: Sequence[float]) -> None:
+        """Value of the width chosen by looking, over that chosen by the forecast, under what was seen."""
+        seen, blind = self.admit(confidences), self.best_prefix(expected)[1]
+        gained = self._gained(confidences, seen) - self._gained(confidences, blind)
+        self._insight = gained if math.isinf(self._insight) else self._insight + READ_MEMORY * (gained - self._insight)
+
+    def _gained(self, confidences: Sequence[float], width: int) -> float:
+        """Expected tokens of `width` drafts, less the price of their rows."""
+        tokens, survival = 0.0, 1.0
+        for confidence in confidences[:width]:
+            survival *= confidence
+            tokens += survival
+        return tokens - self.price() * (self.verify(width + 1) - self.verify(1))
+
+    def _draft(self, why: str) -> int:
+        self._why = why
+        self._parked_before, self._parked = self._parked + 1, 0
+        return self.gamma
