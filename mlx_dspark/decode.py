@@ -123,7 +123,7 @@ def prefill(run: Run, prompt: Sequence[int]) -> Flight:
 def launch(run: Run) -> Flight:
     """Start the next round; a policy that must see its confidences goes on in `land`."""
     flight = propose(run)
-    if not (run.policy.reads_confidence and flight.proposed):
+    if not flight.looks:
         verify(run, flight)
     return flight
 
@@ -134,6 +134,7 @@ def propose(run: Run) -> Flight:
     flight, drafting = run.new_flight()
     flight.proposed = int(min(run.policy.before(run.history), run.most_drafts()))
     if flight.proposed > 0:
+        flight.looks = run.policy.reads_confidence
         pick = run.rule.picker(run.seen, drafting, flight.proposed)
         flight.proposal = run.draft.propose(run.context, run.anchor, flight.proposed, pick)
         mx.async_eval(flight.proposal.tokens)
@@ -145,7 +146,7 @@ def verify(run: Run, flight: Flight) -> None:
     """Schedule, run anchor and admitted drafts through the target, and judge them; nothing is read."""
     since = time.perf_counter()
     proposal = flight.proposal
-    if run.policy.reads_confidence and flight.proposed:
+    if flight.looks:
         flight.confidences = tuple(mx.sigmoid(proposal.confidence_logits[0]).tolist())
     flight.schedule = run.policy.after(flight.proposed, flight.confidences)
     drafts = proposal.tokens[:, : flight.schedule.drafts]  # [1, N]
@@ -164,7 +165,8 @@ def verify(run: Run, flight: Flight) -> None:
 
 def submit(run: Run, flight: Flight) -> None:
     """Start the device on everything that the host will read of this round."""
-    read_confidences = run.options.confidences and flight.confidences is None
+    wanted = run.options.confidences or run.policy.uses_confidence
+    read_confidences = wanted and flight.confidences is None
     flight.packed = pack(flight, run.options.logprobs, read_confidences)
     mx.async_eval(flight.packed)
 

@@ -19,6 +19,7 @@ class Flight:
     proposal: Proposal
     judging: mx.array | None  # random key of the accept rule
     proposed: int = 0
+    looks: bool = False  # the policy reads this round's confidences before verifying
     schedule: Schedule | None = None
     confidences: tuple[float, ...] | None = None
     inputs: mx.array | None = None  # anchor and admitted drafts [1, rows]

@@ -52,7 +52,9 @@ class Lookahead:
 
     uses_confidence = True
 
-    def __init__(self, name: str, gamma: int, curve: CostCurve, calibrate: Calibrate = tuple, horizon: int | None = None):
+    def __init__(
+        self, name: str, gamma: int, curve: CostCurve, calibrate: Calibrate = tuple, horizon: int | None = None
+    ):
         self.name = name
         self.gamma = min(gamma, curve.widest - 1)
         self.curve, self.calibrate = curve, calibrate
