@@ -61,6 +61,30 @@ class TargetCache:
             self._quantised = True
 
     @property
+    def full(self) -> bool:
+        """Every layer keeps all positions, so rows can be dropped at any time."""
+        return all(_ROLLBACK.get(type(part)) is _trim for layer in self.layers for part in _parts(layer))
+
+    def fill(self, run: Callable[[mx.array], Any], depth: int) -> None:
+        """Bring an empty cache to `depth` positions of made-up K/V, for measuring.
+
+        run: a forward of token rows [1, T] over this cache; two rows are run for the layers' shapes.
+        """
+        mx.eval(run(mx.zeros((1, 2), dtype=mx.int32)), self.arrays)
+        self.offset = depth
+        for layer in self.layers:
+            for part in _parts(layer):
+                if type(part) not in (KVCache, RotatingKVCache):
+                    raise CacheError(f"costs cannot be measured over {type(part).__name__}: use --no-profile")
+                rows = min(depth, getattr(part, "max_size", depth))
+                part.keys = mx.repeat(part.keys[..., :1, :], rows, axis=2)
+                part.values = mx.repeat(part.values[..., :1, :], rows, axis=2)
+                part.offset = depth
+                if type(part) is RotatingKVCache:
+                    part._idx = rows
+        mx.eval(self.arrays)
+
+    @property
     def arrays(self) -> list[mx.array]:
         """What must be evaluated to have the cache in memory."""
         return [layer.state for layer in self.layers]

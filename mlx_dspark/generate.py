@@ -23,6 +23,7 @@ from .structs import KVOptions, Round, Sampling
 if TYPE_CHECKING:
     from .decode import DecodeOptions
     from .load import Pair
+    from .schedule import Policy
 
 DEFAULT_MAX_TOKENS = 256
 
@@ -81,6 +82,8 @@ def stream_generate(
     timing: bool = False,
     prefill_step: int = 2048,
     logits_processors: Sequence[Callable[[Any, Any], Any]] = (),
+    profile: bool = True,
+    say: Callable[[str], None] = lambda text: None,
     **sampling_fields: Any,
 ) -> Iterator[Chunk]:
     """Generate an answer, one chunk a round.
@@ -89,7 +92,10 @@ def stream_generate(
     max_tokens: exact upper bound; -1 runs until a stop token or the end of the context; None is 256,
         or what the context has left.
     sampling: or its fields as keywords (temperature=0.7, top_p=0.9, seed=1, ...).
-    policy: plain, fixed:N or threshold:X; None drafts the whole block when there is a draft.
+    policy: plain, fixed:N, threshold:X, paper, lagged, rate, lookahead or auto; None is auto where the draft
+        has a confidence head, else the whole block, and plain without a draft.
+    profile: measure this machine's costs (under three seconds) when the policy needs them and none are
+        stored; without them None drafts the whole block. say: told what was measured or done without.
     stop: strings that end the text; the earliest one wins and is not part of the text.
     confidences: keep each round's confidences in its record. timing: tell draft and verify apart (slower).
     logits_processors: mlx-lm's protocol, applied after the penalties.
@@ -101,9 +107,12 @@ def stream_generate(
         sampling = dataclasses.replace(sampling or Sampling(), **sampling_fields)
     ids = _prompt_ids(pair, prompt)
     limit = _limit(len(ids), max_tokens, pair.target.context)
-    options = _options(pair, sampling or Sampling(), policy, limit, kv or KVOptions(), prefill_step, logits_processors,
+    from .scheduling import policy_for
+
+    chosen, facts = policy_for(pair, policy, profile, say)
+    options = _options(pair, sampling or Sampling(), chosen, limit, kv or KVOptions(), prefill_step, logits_processors,
                        logprobs=logprobs, confidences=confidences, timing=timing)
-    return _stream(pair, ids, options, tuple(stop))
+    return _stream(pair, ids, options, tuple(stop), facts)
 
 
 def generate(
@@ -125,14 +134,17 @@ def collect(chunks: Iterator[Chunk]) -> Generation:
                       last.finish_reason, last.stats)
 
 
-def _stream(pair: Pair, ids: list[int], options: DecodeOptions, stop: tuple[str, ...]) -> Iterator[Chunk]:
+def _stream(
+    pair: Pair, ids: list[int], options: DecodeOptions, stop: tuple[str, ...], policy_facts: Mapping[str, Any]
+) -> Iterator[Chunk]:
     import mlx.core as mx
 
     from .backend import machine
     from .decode import decode
     from .text import TextStream
 
-    stats = Statistics(len(ids), {**pair.facts, "policy": options.policy.name, "seed": options.rule.seed, **machine()})
+    facts = {**pair.facts, "policy": options.policy.name, **policy_facts, "seed": options.rule.seed, **machine()}
+    stats = Statistics(len(ids), facts)
     stream = TextStream(pair.tokenizer, stop, options.stop_ids)
     finish: str | None = "length" if options.max_tokens == 0 else None
     mx.reset_peak_memory()
@@ -200,23 +212,20 @@ def _limit(prompt: int, max_tokens: int | None, context: int | None) -> int | No
 
 
 def _options(
-    pair: Pair, sampling: Sampling, policy: str | None, limit: int | None, kv: KVOptions, prefill_step: int,
+    pair: Pair, sampling: Sampling, policy: Policy, limit: int | None, kv: KVOptions, prefill_step: int,
     logits_processors: Sequence[Callable[[Any, Any], Any]], **reads: bool,
 ) -> DecodeOptions:
     from .decode import DecodeOptions
     from .sampling import make_rule
-    from .schedule import make_policy
 
     if prefill_step < 1:
         raise ValueError(f"prefill_step is {prefill_step}: give at least 1")
     for token in sampling.logit_bias:
         if pair.target.vocab_size is not None and token >= pair.target.vocab_size:
             raise ValueError(f"logit_bias token {token} is outside the vocabulary of {pair.target.vocab_size}")
-    draft = pair.draft
     return DecodeOptions(
         rule=make_rule(sampling, [*pair.target.processors(sampling), *logits_processors]),
-        policy=make_policy(policy, draft.gamma if draft else 0, bool(draft and draft.has_confidence)),
-        max_tokens=limit, stop_ids=pair.stop_ids, kv=kv, prefill_step=prefill_step, **reads,
+        policy=policy, max_tokens=limit, stop_ids=pair.stop_ids, kv=kv, prefill_step=prefill_step, **reads,
     )
 
 
@@ -240,7 +249,8 @@ def _options(
 @click.option("--logit-bias", multiple=True, metavar="ID=VALUE", help="Add VALUE to a token's logit; repeatable.")
 @click.option("--seed", type=int, help="Same seed, same text. Default: a new one, shown in the statistics.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
-@click.option("--policy", help="plain, fixed:N or threshold:X. Default: draft the whole block.")
+@click.option("--policy", help="auto, plain, fixed:N, threshold:X, paper, lagged, rate or lookahead. Default: auto.")
+@click.option("--no-profile", is_flag=True, help="Do not measure this machine's costs before first use.")
 @click.option("--kv-bits", type=int, help="Quantise the target's KV cache.")
 @click.option("--kv-group-size", type=int, default=64)
 @click.option("--quantized-kv-start", type=int, default=5000, help="From this many positions on.")
@@ -268,7 +278,7 @@ def command(text: str | None, prompt: str | None, prompt_file: str | None, **o: 
         chunks = stream_generate(
             pair, ids, max_tokens=o["max_tokens"], sampling=sampling, policy=o["policy"], stop=o["stop"], kv=kv,
             logprobs=o["logprobs"], confidences=record is not None, timing=o["timing"],
-            prefill_step=o["prefill_step_size"],
+            prefill_step=o["prefill_step_size"], profile=not o["no_profile"], say=notes.say,
         )
         if record is not None:
             chunks = _recorded(chunks, record)

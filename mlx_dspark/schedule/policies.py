@@ -96,6 +96,11 @@ class Threshold:
         return Schedule(proposed, self.name, "every confidence passed")
 
 
+def needs_costs(text: str | None, gamma: int, has_confidence: bool) -> bool:
+    """Whether the policy of this name (None: the default) decides by a cost curve."""
+    return bool(gamma) and has_confidence and (text is None or text in _BY_RATE)
+
+
 def make_policy(
     text: str | None, gamma: int, has_confidence: bool, curve: CostCurve | None = None, calibrate: Calibrate = tuple
 ) -> Policy:

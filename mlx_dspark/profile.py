@@ -1,0 +1,231 @@
+"""Measure what rounds cost here: `python -m mlx_dspark.profile`, and the short version before first use.
+
+Each row count is timed on its own, at two context depths, over a synthetic KV cache; repeats are
+interleaved so that a slow moment of the machine hits all of them. Nothing is interpolated. A larger
+row count that came out cheaper is only evened out when the difference is within the noise.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .commands import SETTINGS, Notes, open_pair, pair_options, run_command
+from .schedule.cost import CostCurve
+from .structs import KVOptions
+
+if TYPE_CHECKING:
+    from .load import Pair
+    from .target import Target
+
+WIDE_ROWS = (10, 12, 13, 16)  # around the kernel steps known from MLX's sources
+NEAR, FAR = 512, 4096  # context depths; the far one is a quarter of the window if that is more
+REPEATS = 7
+SHORT_SECONDS = 2.0  # of model time, for the automatic measurement
+READS = 50
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds: median of the repeats, and half the distance between the outer quartiles."""
+
+    median: float
+    spread: float
+
+
+def measure(pair: Pair, short: bool = False, progress: Callable[[str], None] = lambda text: None) -> CostCurve:
+    """The cost curve of a pair on this machine; `short` measures one depth and as often as two seconds allow."""
+    from .backend import machine
+
+    gamma = pair.draft.gamma if pair.draft is not None else 7
+    counts = [*range(1, gamma + 2), *(() if short else [n for n in WIDE_ROWS if n > gamma + 1])]
+    near, far = depths(pair.target.context)
+    budget = SHORT_SECONDS if short else None
+    at_near = _verify_times(pair.target, counts, near, budget, progress)
+    slope: dict[int, float] = {}
+    if not short and far > near:
+        at_far = _verify_times(pair.target, counts, far, None, progress)
+        slope = {n: max(0.0, (at_far[n].median - at_near[n].median) / (far - near)) for n in counts}
+    draft = _draft_times(pair, near, budget, progress) if pair.draft is not None else {}
+    return CostCurve(
+        rows=evened(at_near), depth=near, slope=slope, draft={n: t.median for n, t in draft.items()},
+        host=_host_seconds(pair), read=_read_seconds(),
+        about={"machine": machine(), "measured": time.strftime("%Y-%m-%d %H:%M:%S"), "short": short,
+               "spread": {str(n): at_near[n].spread for n in counts}},
+    )
+
+
+def depths(context: int | None) -> tuple[int, int]:
+    """(near, far) context depths that leave room for the widest verify."""
+    if context is None:
+        return NEAR, FAR
+    room = max(1, context - 2 * max(WIDE_ROWS))
+    return min(NEAR, room), min(max(FAR, context // 4), room)
+
+
+def evened(times: Mapping[int, Timing]) -> dict[int, float]:
+    """Medians, made monotone where a drop is within the noise; a real drop stays."""
+    counts = sorted(times)
+    rows = {n: times[n].median for n in counts}
+    for smaller, larger in zip(reversed(counts[:-1]), reversed(counts[1:]), strict=True):
+        drop = rows[smaller] - rows[larger]
+        if 0 < drop <= times[smaller].spread + times[larger].spread:
+            rows[smaller] = rows[larger]
+    return rows
+
+
+def timed(
+    works: Mapping[int, Callable[[], None]], repeats: int, budget: float | None, progress: Callable[[str], None]
+) -> dict[int, Timing]:
+    """Time each work once per repeat, interleaved, after one warm-up each; at least three repeats."""
+    for work in works.values():
+        work()
+    samples: dict[int, list[float]] = {n: [] for n in works}
+    started = time.perf_counter()
+    for repeat in range(repeats):
+        if budget is not None and repeat >= 3 and time.perf_counter() - started > budget:
+            break
+        progress(f"repeat {repeat + 1} of {repeats}")
+        for n, work in works.items():
+            since = time.perf_counter()
+            work()
+            samples[n].append(time.perf_counter() - since)
+    return {n: _timing(values) for n, values in samples.items()}
+
+
+def _timing(values: Sequence[float]) -> Timing:
+    quartiles = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+    return Timing(statistics.median(values), (quartiles[2] - quartiles[0]) / 2)
+
+
+def _verify_times(
+    target: Target, counts: Iterable[int], depth: int, budget: float | None, progress: Callable[[str], None]
+) -> dict[int, Timing]:
+    import mlx.core as mx
+
+    cache = target.start(KVOptions())
+    cache.fill(lambda tokens: target.forward(tokens, cache).logits, depth)
+
+    def work(rows: int) -> Callable[[], None]:
+        tokens = mx.zeros((1, rows), dtype=mx.int32)
+
+        def run() -> None:
+            mx.eval(target.forward(tokens, cache).logits)
+            cache.advance(rows, 0 if rows > 1 or cache.full else rows)
+
+        return run
+
+    works = {n: work(n) for n in counts}
+    return timed(works, REPEATS, budget, lambda text: progress(f"verify at depth {depth}: {text}"))
+
+
+def _draft_times(
+    pair: Pair, depth: int, budget: float | None, progress: Callable[[str], None]
+) -> dict[int, Timing]:
+    import mlx.core as mx
+
+    from .sampling import make_rule
+    from .structs import Sampling
+
+    draft, rule = pair.draft, make_rule(Sampling())
+    state = draft.start()
+    width = len(draft.taps) * (pair.target.hidden_size or 1)
+    taps = mx.zeros((1, depth, width), dtype=pair.target.dtype) if draft.taps else None
+    draft.observe(state, mx.zeros((1, depth), dtype=mx.int32), taps)
+    anchor = mx.zeros((1,), dtype=mx.int32)
+
+    def work(slots: int) -> Callable[[], None]:
+        def run() -> None:
+            mx.eval(draft.propose(state, anchor, slots, rule.picker(None, None, slots)).tokens)
+
+        return run
+
+    works = {n: work(n) for n in range(1, draft.gamma + 1)}
+    return timed(works, REPEATS, budget, lambda text: progress(f"draft: {text}"))
+
+
+def _host_seconds(pair: Pair) -> float:
+    """Seconds of a plain round outside its forward, over a short run."""
+    from .decode import DecodeOptions, decode
+    from .sampling import make_rule
+    from .schedule import Plain
+    from .structs import Sampling
+
+    options = DecodeOptions(rule=make_rule(Sampling()), policy=Plain(), max_tokens=16, timing=True)
+    rounds = decode(pair, [0, 0], options)
+    next(rounds)
+    since = time.perf_counter()
+    landed = list(rounds)
+    forwards = sum(r.seconds["verify"] + r.seconds["draft"] for r in landed)
+    return max(0.0, (time.perf_counter() - since - forwards) / max(1, len(landed)))
+
+
+def _read_seconds() -> float:
+    """Median seconds of one more host read: a tiny graph, submitted and waited for."""
+    import mlx.core as mx
+
+    base, seconds = mx.zeros((8,)), []
+    mx.eval(base)
+    for step in range(READS):
+        since = time.perf_counter()
+        (base + step).tolist()
+        seconds.append(time.perf_counter() - since)
+    return statistics.median(seconds)
+
+
+@click.command("profile", context_settings=SETTINGS)
+@pair_options
+@click.option("--short", is_flag=True, help="The quick version that runs before first use.")
+@click.option("--json", "as_json", is_flag=True, help="Print the curve as one JSON document.")
+@click.option("--plot", type=click.Path(), help="Draw the curve into this .png or .svg file (needs matplotlib).")
+@run_command
+def command(short: bool, as_json: bool, plot: str | None, **pair_fields: Any) -> None:
+    """Measure what one round costs on this machine and store it for the scheduler."""
+    notes = Notes()
+    pair = open_pair(notes, **pair_fields)
+    from .store import save_curve
+
+    curve = measure(pair, short, say_progress)
+    path = save_curve(pair, curve)
+    if sys.stderr.isatty():
+        click.echo(f"\r\x1b[Kstored in {path}", err=True)
+    if plot is not None:
+        from .plot import draw_curve
+
+        draw_curve(curve, plot)
+    click.echo(json.dumps(curve.to_dict()) if as_json else table(curve))
+
+
+def table(curve: CostCurve) -> str:
+    """The curve for reading: milliseconds by rows, the ratio to one row, and the slope with depth."""
+    one = curve.verify(1)
+    lines = [f"rows   ms at depth {curve.depth}   of one row   ms per 1000 positions more"]
+    lines += [f"{n:4d}   {1e3 * s:14.3f}   {s / one:10.2f}   {1e6 * curve.slope.get(n, 0.0):10.3f}"
+              for n, s in sorted(curve.rows.items())]
+    if curve.draft:
+        draft = "  ".join(f"{n}: {1e3 * s:.3f}" for n, s in sorted(curve.draft.items()))
+        lines.append(f"draft ms by proposals: {draft}")
+    lines.append(f"host {1e3 * curve.host:.3f} ms a round, one more read {1e3 * curve.read:.3f} ms")
+    return "\n".join(lines)
+
+
+def say_progress(text: str) -> None:
+    """Progress on a terminal's stderr."""
+    if sys.stderr.isatty():
+        click.echo(f"\r\x1b[K{text}", err=True, nl=False)
+
+
+def main() -> None:
+    """Entry point of `mlx_dspark.profile`."""
+    command(prog_name="mlx_dspark.profile")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Which policy steers a run of this pair: its name, this machine's costs, this draft's temperatures."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .errors import CacheError
+from .schedule import CostCurve, Policy, make_policy, needs_costs
+from .schedule.calibration import calibrator
+
+if TYPE_CHECKING:
+    from .load import Pair
+
+NO_PROFILE_VARIABLE = "MLX_DSPARK_NO_PROFILE"
+
+_known: dict[tuple[int, int], CostCurve] = {}  # curves of the pairs in memory, so that files are read once
+
+
+def policy_for(
+    pair: Pair, text: str | None, profile: bool = True, say: Callable[[str], None] = lambda text: None
+) -> tuple[Policy, dict[str, Any]]:
+    """The policy named `text` (None: the default) and what it was built from, for the statistics.
+
+    profile: measure the costs of this machine when none are stored; MLX_DSPARK_NO_PROFILE=1 also refrains.
+    say: told once when something was measured or done without.
+    Raises ValueError for an unknown name, or for a policy whose costs may not be measured.
+    """
+    gamma, has_confidence = (pair.draft.gamma, pair.draft.has_confidence) if pair.draft is not None else (0, False)
+    if not needs_costs(text, gamma, has_confidence):
+        return make_policy(text, gamma, has_confidence), {}
+    curve, origin = _curve(pair, profile and not os.environ.get(NO_PROFILE_VARIABLE), say)
+    temperatures, calibration = _temperatures(pair)
+    policy = make_policy(text, gamma, has_confidence, curve, calibrator(temperatures))
+    return policy, {"costs": origin, "calibration": calibration}
+
+
+def _curve(pair: Pair, profile: bool, say: Callable[[str], None]) -> tuple[CostCurve | None, str]:
+    from .store import find_curve, save_curve
+
+    key = (id(pair.target.model), id(pair.draft))
+    curve = _known.get(key) or find_curve(pair)
+    if curve is None and not profile:
+        say("no costs are stored for this pair and machine: drafting a fixed width, run mlx_dspark profile once")
+        return None, "none stored"
+    if curve is None:
+        from .profile import measure
+
+        since = time.perf_counter()
+        try:
+            curve = measure(pair, short=True)
+        except CacheError as error:
+            say(f"{error}: drafting a fixed width")
+            return None, str(error)
+        where = save_curve(pair, curve)
+        say(f"measured what rounds cost here in {time.perf_counter() - since:.1f} s and stored it in {where}")
+    _known[key] = curve
+    kind = "short measurement" if curve.about.get("short") else "measurement"
+    return curve, f"{kind} of {curve.about.get('measured', 'unknown date')}"
+
+
+def _temperatures(pair: Pair) -> tuple[Sequence[float] | None, str]:
+    """Those fitted here, else those the checkpoint ships, else none."""
+    from .calibrate import read_calibration
+    from .store import calibration_path
+
+    path = calibration_path(pair)
+    if path.exists():
+        return read_calibration(path), f"fitted ({path.name})"
+    shipped = getattr(getattr(pair.draft, "spec", None), "temperatures", None)
+    return (shipped, "shipped with the draft") if shipped else (None, "none")

@@ -1,0 +1,104 @@
+"""What this machine learned about a pair, kept in the user's cache folder: cost curves and temperatures.
+
+A curve belongs to chip, system, mlx version, BLAS, model contents and quantisation; anything else is
+another key, so that a number measured elsewhere is never used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import FormatError
+from .schedule.cost import CostCurve
+
+if TYPE_CHECKING:
+    from .load import Pair
+
+CACHE_VARIABLE = "MLX_DSPARK_CACHE"
+
+
+def cache_folder() -> Path:
+    """Where curves and temperatures are kept; MLX_DSPARK_CACHE names another place."""
+    if os.environ.get(CACHE_VARIABLE):
+        return Path(os.environ[CACHE_VARIABLE]).expanduser()
+    base = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+    return Path(os.environ.get("XDG_CACHE_HOME") or base) / "mlx_dspark"
+
+
+def pair_key(pair: Pair) -> dict[str, Any]:
+    """Everything a cost depends on; equal keys may share a curve."""
+    from .backend import machine
+
+    facts = machine()
+    key = {name: facts[name] for name in ("chip", "device", "os", "mlx", "blas")}
+    key["target"] = content_hash(pair.target.model)
+    key["dtype"] = pair.facts["dtype"]
+    key["draft"] = None if pair.draft is None else content_hash(pair.draft)
+    return key
+
+
+def content_hash(model: Any) -> str:
+    """A hash of a model's parameter names, shapes, dtypes and a few values of each."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    if not hasattr(model, "parameters"):  # a classic draft wraps a whole model
+        return content_hash(model.model)
+    digest = hashlib.sha256()
+    samples = []
+    for name, array in sorted(tree_flatten(model.parameters())):
+        digest.update(f"{name} {array.shape} {array.dtype}\n".encode())
+        samples.append(array.reshape(-1)[:4].astype(mx.float32))
+    values = mx.concatenate(samples) if samples else mx.zeros((0,))
+    digest.update(json.dumps(values.tolist()).encode())
+    return digest.hexdigest()[:16]
+
+
+def curve_path(pair: Pair) -> Path:
+    """Where the pair's cost curve is kept."""
+    return cache_folder() / "curves" / f"{_digest(pair_key(pair))}.json"
+
+
+def calibration_path(pair: Pair) -> Path:
+    """Where the pair's temperatures are kept; they belong to the weights, not to the machine."""
+    key = pair_key(pair)
+    return cache_folder() / "temperatures" / f"{_digest({name: key[name] for name in ('target', 'draft')})}.json"
+
+
+def find_curve(pair: Pair) -> CostCurve | None:
+    """The stored curve of this pair on this machine, None when there is none. Raises FormatError if damaged."""
+    path = curve_path(pair)
+    if not path.exists():
+        return None
+    try:
+        return CostCurve.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (json.JSONDecodeError, UnicodeDecodeError, FormatError) as error:
+        raise FormatError(f"{path} is damaged ({error}): remove it, or run mlx_dspark profile again") from None
+
+
+def save_curve(pair: Pair, curve: CostCurve) -> Path:
+    """Store a curve with its key; an interrupted write leaves the old one."""
+    return write_json(curve_path(pair), {**curve.to_dict(), "key": pair_key(pair)})
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> Path:
+    """Write a file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+    try:
+        partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def _digest(key: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
