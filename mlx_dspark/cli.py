@@ -11,6 +11,8 @@ from .commands import SETTINGS
 _COMMANDS = {
     "generate": ("generate", "Write text with a target and its draft."),
     "bench": ("bench", "Time plain mlx_lm, our plain loop and speculation on the same prompts."),
+    "calibrate": ("calibrate", "Fit the draft's confidences to what the target accepts."),
+    "simulate": ("simulate", "Compare policies on cost curves of other machines."),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,7 +28,9 @@ class Statistics:
     verified: int = 0
     accepted: int = 0
     round_tokens: int = 0
+    parked: int = 0
     rows: Counter[int] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     part_seconds: Counter[str] = field(default_factory=Counter)
@@ -44,6 +47,8 @@ class Statistics:
         self.accepted += landed.accepted
         self.round_tokens += len(landed.tokens)
         self.rows[landed.rows] += 1
+        self.parked += not landed.proposed
+        self.reasons[_kind(landed.schedule.reason)] += 1
         self.part_seconds.update(landed.seconds)
 
     @property
@@ -70,6 +75,8 @@ class Statistics:
             "accepted": self.accepted,
             "rows": sum(rows * count for rows, count in self.rows.items()),
             "rows_histogram": {str(rows): self.rows[rows] for rows in sorted(self.rows)},
+            "parked_share": _rounded(self.parked / self.rounds, 4) if self.rounds else None,
+            "reasons": dict(self.reasons.most_common()),
             "prompt_tokens": self.prompt_tokens,
             "generated_tokens": self.generated_tokens,
             "prefill_seconds": _rounded(self.prefill_seconds, 6),
@@ -95,10 +102,24 @@ class Statistics:
         speed = [f"decode {self.decode_tps:.1f} tokens/s" if self.decode_tps else None,
                  f"prefill {self.prefill_tps:.1f} tokens/s ({self.prompt_tokens} tokens)" if self.prefill_tps else None,
                  f"peak memory {self.peak_memory_bytes / 1e9:.2f} GB"]
-        where = ", ".join(f"{key} {self.facts[key]}" for key in ("policy", "dtype", "device", "blas", "seed")
-                          if self.facts.get(key) is not None)
-        lines = [draft, "; ".join(part for part in speed if part), f"ms per round: {parts}" if parts else "", where]
+        shown = ("policy", "costs", "calibration", "dtype", "device", "blas", "seed")
+        where = ", ".join(f"{key} {self.facts[key]}" for key in shown if self.facts.get(key) is not None)
+        lines = [draft, self._decisions(), "; ".join(part for part in speed if part),
+                 f"ms per round: {parts}" if parts else "", where]
         return "\n".join(line for line in lines if line)
+
+    def _decisions(self) -> str:
+        """How many rounds ran how many rows, how often drafting was parked, and the commonest reasons."""
+        if not self.rounds or not self.drafted:
+            return ""
+        histogram = " ".join(f"{rows}:{self.rows[rows]}" for rows in sorted(self.rows))
+        reasons = ", ".join(f"{reason} ({count})" for reason, count in self.reasons.most_common(3))
+        return f"rounds by rows {histogram}; parked {self.parked / self.rounds:.0%}; {reasons}"
+
+
+def _kind(reason: str) -> str:
+    """A reason without its numbers, so that equal ones are counted together."""
+    return re.sub(r"\d+(\.\d+)?", "n", reason)
 
 
 def _rounded(value: float | None, digits: int) -> float | None:

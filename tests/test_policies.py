@@ -1,4 +1,4 @@
-"""Policies: names and defaults, what they ask, and that they never look ahead."""
+"""Policies: names and defaults, what they ask, and that they never look ahead (see also test_schedule.py)."""
 
 import itertools
 import random
@@ -6,8 +6,13 @@ import random
 import pytest
 
 from mlx_dspark.schedule import Fixed, Plain, Threshold, make_policy
+from mlx_dspark.schedule.auto import Auto
+from mlx_dspark.schedule.cost import CostCurve
+from mlx_dspark.schedule.paper import Lagged, Paper
+from mlx_dspark.schedule.rate import Lookahead
 
 GAMMA = 7
+CURVE = CostCurve(rows={n: 1 + 0.1 * (n - 1) for n in range(1, 9)}, draft={7: 0.2})
 
 
 @pytest.mark.parametrize(
@@ -32,9 +37,46 @@ def test_names(text, gamma, kind, name, width):
 
 
 @pytest.mark.parametrize(
+    ("text", "kind"),
+    [("paper", Paper), ("lagged", Lagged), ("rate", Lookahead), ("lookahead", Lookahead), ("auto", Auto)],
+)
+def test_names_that_need_a_curve(text, kind):
+    policy = make_policy(text, GAMMA, True, CURVE)
+    assert (type(policy), policy.name, policy.before([]), policy.uses_confidence) == (kind, text, GAMMA, True)
+    assert policy.reads_confidence == (text != "lagged")
+    with pytest.raises(ValueError, match="costs of this machine.*--no-profile"):
+        make_policy(text, GAMMA, True)
+    with pytest.raises(ValueError, match="confidence head.*fixed:7"):
+        make_policy(text, GAMMA, False, CURVE)
+    with pytest.raises(ValueError, match="needs a draft.*plain"):
+        make_policy(text, 0, True, CURVE)
+    with pytest.raises(ValueError, match="unknown policy"):
+        make_policy(f"{text}:3", GAMMA, True, CURVE)
+
+
+@pytest.mark.parametrize(
+    ("gamma", "confidence", "curve", "name"),
+    [
+        pytest.param(GAMMA, True, CURVE, "auto", id="all-there"),
+        pytest.param(GAMMA, True, None, "fixed", id="no-curve"),
+        pytest.param(GAMMA, False, CURVE, "fixed", id="no-confidence"),
+        pytest.param(0, False, CURVE, "plain", id="no-draft"),
+    ],
+)
+def test_the_default_is_the_best_that_is_possible(gamma, confidence, curve, name):
+    assert make_policy(None, gamma, confidence, curve).name == name
+
+
+def test_no_wider_than_what_was_measured():
+    """An unmeasured row count has no price: it is not asked for."""
+    for text in ("paper", "lagged", "rate", "lookahead", "auto"):
+        assert make_policy(text, GAMMA, True, CostCurve(rows={1: 1.0, 4: 2.0})).before([]) == 3
+
+
+@pytest.mark.parametrize(
     ("text", "gamma", "confidence", "fragments"),
     [
-        pytest.param("fast", GAMMA, True, ["'fast'", "plain, fixed:N or threshold:X"], id="unknown"),
+        pytest.param("fast", GAMMA, True, ["'fast'", "plain, fixed:N, threshold:X", "auto"], id="unknown"),
         pytest.param("", GAMMA, True, ["''", "fixed:N"], id="empty"),
         pytest.param("Fixed", GAMMA, True, ["'Fixed'", "fixed:N"], id="capital"),
         pytest.param("plain:3", GAMMA, True, ["'plain:3'", "use plain"], id="plain-with-value"),

@@ -26,6 +26,18 @@ PROBE_MEMORY = 0.995
 READ_MEMORY = 0.02
 
 
+class Mean:
+    """A running mean: of all values at first, later mostly of the last 1 / READ_MEMORY."""
+
+    def __init__(self) -> None:
+        self.value, self.count = 0.0, 0
+
+    def add(self, value: float) -> None:
+        """Count one more value."""
+        self.count += 1
+        self.value += max(READ_MEMORY, 1 / self.count) * (value - self.value)
+
+
 class Auto(Lookahead):
     """Lookahead that parks, probes and saves the second read."""
 
@@ -35,13 +47,16 @@ class Auto(Lookahead):
         self._probing = False
         self._changes, self._watched = 1.0, 8.0  # changes noticed in how many parked rounds (a prior of one in eight)
         self._gain = FIRST_GAIN
-        self._insight = math.inf  # tokens per round gained by reading this round's confidences
+        # Tokens per round gained by reading its confidences, after a round below and above average: see `drafting_value`.
+        self._insight = {False: Mean(), True: Mean()}
+        self._follow = False
         self._why = "warming up"
 
     @property
     def reads_confidence(self) -> bool:
         """Only while looking into the round pays for the read."""
-        return self._insight > self.price() * self.curve.read
+        insight = self._insight[self.forecast.high]
+        return not insight.count or insight.value > self.price() * self.curve.read
 
     def before(self, history: Sequence[Round]) -> int:
         """Draft, park, or probe."""
@@ -53,6 +68,9 @@ class Auto(Lookahead):
         value = self.drafting_value(self.forecast.expected())
         if value > 0:
             return self._draft("drafting pays")
+        if self._follow:
+            self._follow = False
+            return self._draft("the probe paid")
         if self._parked + 1 >= self.pause():
             self._probing = True
             return self._draft("probe")
@@ -70,9 +88,14 @@ class Auto(Lookahead):
         return Schedule(schedule.drafts, self.name, "probe", schedule.expected_tokens, schedule.seconds)
 
     def drafting_value(self, confidences: Sequence[float]) -> float:
-        """Tokens gained over a plain round, its extra seconds priced, with these confidences."""
+        """Tokens gained over a plain round, its extra seconds priced, with these confidences.
+
+        A round is worth more than the best width for its expected confidences, because the width can
+        still follow what is seen: that much is learned from past rounds.
+        """
         _, width, _ = self.best_prefix(confidences)
-        return self._gained(confidences, width) - self.price() * self.curve.drafting(self.gamma)
+        extra = max(0.0, self._insight[self.forecast.high].value - self.price() * self.curve.read)
+        return self._gained(confidences, width) + extra - self.price() * self.curve.drafting(self.gamma)
 
     def pause(self) -> float:
         """Rounds between two probes of a parked run."""
@@ -82,21 +105,24 @@ class Auto(Lookahead):
 
     def learn_confidences(self, confidences: Sequence[float], landed: Round) -> None:
         """Was it good to draft, and to look?"""
-        before = self.forecast.expected()[: len(confidences)]
-        self._learn_insight(confidences, before)
+        width = self.admit(confidences)
+        self._learn_insight(confidences, width)
         self.forecast.observe(confidences)
         value = self.drafting_value(self.forecast.expected())
         if landed.schedule.reason == "probe":
             self._watched = PROBE_MEMORY * (self._watched + self._parked_before)
             self._changes = PROBE_MEMORY * (self._changes + (value > 0))
+            self._follow = self._gained(confidences, width) > self.price() * self.curve.drafting(self.gamma)
         if value > 0:
             self._gain += GAIN_MEMORY * (value - self._gain)
 
-    def _learn_insight(self, confidences: Sequence[float], expected: Sequence[float]) -> None:
+    def _learn_insight(self, confidences: Sequence[float], seen: int) -> None:
         """Value of the width chosen by looking, over that chosen by the forecast, under what was seen."""
-        seen, blind = self.admit(confidences), self.best_prefix(expected)[1]
+        if self.forecast.age != 1:  # after a pause the forecast is worse than when it is needed
+            return
+        blind = self.best_prefix(self.forecast.expected()[: len(confidences)])[1]
         gained = self._gained(confidences, seen) - self._gained(confidences, blind)
-        self._insight = gained if math.isinf(self._insight) else self._insight + READ_MEMORY * (gained - self._insight)
+        self._insight[self.forecast.high].add(gained)
 
     def _gained(self, confidences: Sequence[float], width: int) -> float:
         """Expected tokens of `width` drafts, less the price of their rows."""

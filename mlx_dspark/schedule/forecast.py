@@ -30,6 +30,11 @@ class Forecast:
         """How much of a round's shared deviation is left one round later, 0 to 0.99."""
         return min(0.99, max(0.0, self._product / self._square))
 
+    @property
+    def high(self) -> bool:
+        """Whether the last observed round was above average."""
+        return self._shared > 0
+
     def pass_round(self) -> None:
         """One more round goes by, observed or not."""
         self.age += 1

@@ -63,6 +63,7 @@ class Lookahead:
         self.rate = RunRate()
         self.depth = 0
         self._learned = -1
+        self._renew()
 
     @property
     def reads_confidence(self) -> bool:
@@ -122,7 +123,9 @@ class Lookahead:
             self.depth = landed.start + len(landed.tokens)
             if landed.rows == 0:
                 continue
+            self._renew()
             self.rate.add(len(landed.tokens), self.seconds(landed.proposed, landed.rows - 1))
+            self._price = self.rate.value(self.seconds(0, 0))
             if landed.confidences:
                 self.learn_confidences(self.calibrate(landed.confidences)[: self.gamma], landed)
 
@@ -132,7 +135,7 @@ class Lookahead:
 
     def verify(self, rows: int) -> float:
         """Seconds of a verify forward at the present depth."""
-        return self.curve.verify(rows, self.depth or None)
+        return self._verify[min(rows, len(self._verify)) - 1]
 
     def seconds(self, proposed: int, width: int) -> float:
         """Modelled seconds of a round."""
@@ -140,7 +143,13 @@ class Lookahead:
 
     def price(self) -> float:
         """lambda."""
-        return self.rate.value(self.seconds(0, 0))
+        return self._price
+
+    def _renew(self) -> None:
+        """What is asked many times a round and changes once: the costs at the present depth, and lambda."""
+        if not hasattr(self, "_verify") or self.curve.slope:
+            self._verify = [self.curve.verify(rows, self.depth or None) for rows in range(1, self.gamma + 2)]
+        self._price = self.rate.value(self.seconds(0, 0))
 
     def _continuation(self, slot: int, survival: float, beyond: Sequence[float]) -> float:
         """The best value of admitting slot j, and perhaps some after it, over stopping before it."""

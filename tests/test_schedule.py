@@ -1,0 +1,548 @@
+"""The policies that model time: causal, right, and what they learn. Bars over whole runs: test_simulate.py."""
+
+import itertools
+import json
+import math
+import random
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mlx_dspark.errors import FormatError
+from mlx_dspark.schedule import make_policy
+from mlx_dspark.schedule import simulate as sim
+from mlx_dspark.schedule.cost import CostCurve
+from mlx_dspark.schedule.forecast import Forecast
+from mlx_dspark.schedule.rate import PLAIN_ROUNDS, RunRate
+from mlx_dspark.structs import Round, Schedule
+
+GAMMA = 7
+MODELLED = ["paper", "lagged", "rate", "lookahead", "auto"]
+EVERY_POLICY = ["plain", "fixed:4", "threshold:0.5", *MODELLED]
+SHAPES = {
+    "flat": [1, 1.02, 1.04, 1.06, 1.08, 1.1, 1.12, 1.14],
+    "linear": [1 + 0.3 * n for n in range(8)],
+    "row-cost-1": list(range(1, 9)),
+    "stepped": [1, 1.05, 1.1, 1.15, 1.9, 1.95, 2.0, 2.05],
+    "jump-then-flat": [1, 1.9, 1.92, 1.94, 1.96, 1.98, 2.0, 2.02],
+    "dropping": [1, 1.4, 1.8, 2.2, 2.6, 3.0, 3.4, 2.0],
+}
+CURVES = {name: CostCurve(rows=dict(enumerate(map(float, costs), start=1)), draft={GAMMA: 0.2}, host=0.01)
+          for name, costs in SHAPES.items()}
+for _seed in range(3):
+    CURVES[f"random-{_seed}"] = CostCurve(
+        rows={n: 1 + 2 * random.Random(10 * _seed + n).random() for n in range(1, 9)}, draft={GAMMA: 0.1})
+CONVEX = ["flat", "linear", "row-cost-1"]  # each row costs at least as much as the one before it
+every_curve = pytest.mark.parametrize("curve", CURVES.values(), ids=CURVES)
+
+
+def taught(text, curve, rounds=40, seed=3, kind="swinging"):
+    """A policy that has seen some rounds."""
+    policy = make_policy(text, GAMMA, True, curve)
+    sim.replay(policy, sim.made_up(kind, rounds, seed), curve)
+    return policy
+
+
+def landed(index, confidences, drafts=0, accepted=0, start=0, reason=""):
+    """A finished round as the loop hands it back."""
+    return Round(index=index, start=start, rows=drafts + 1, proposed=len(confidences), drafts=(0,) * drafts,
+                 accepted=accepted, tokens=(0,) * (accepted + 1), schedule=Schedule(drafts, "", reason), seconds={},
+                 confidences=tuple(confidences))
+
+
+def survivals(confidences):
+    return list(itertools.accumulate(confidences, lambda a, c: a * c))
+
+
+def vectors(count, seed):
+    """Confidences of many kinds: even, sharp, falling."""
+    rng = np.random.default_rng(seed)
+    found = [rng.random(GAMMA), rng.beta(0.5, 0.3, GAMMA), np.sort(rng.random(GAMMA))[::-1], 0.5 + rng.random(GAMMA) / 2]
+    found = [v for _ in range(count // 4) for v in
+             (rng.random(GAMMA), rng.beta(0.5, 0.3, GAMMA), np.sort(rng.random(GAMMA))[::-1],
+              0.5 + rng.random(GAMMA) / 2)]
+    return [tuple(float(c) for c in v) for v in found]
+
+
+# Causal
+
+
+@every_curve
+@pytest.mark.parametrize("text", EVERY_POLICY)
+def test_admitting_a_slot_depends_on_nothing_behind_it(text, curve):
+    """Slot j is admitted or not by c_1..c_j and past rounds; c_{j+1} is computed from x_j, so it would tell x_j."""
+    policy, rng = taught(text, curve), random.Random(5)
+    for confidences in vectors(12, seed=1):
+        width = policy.after(GAMMA, confidences).drafts
+        for slot in range(1, GAMMA + 1):
+            tail = confidences[slot:]
+            others = [tuple(rng.sample(tail, len(tail))), tuple(rng.random() for _ in tail), (0.999,) * len(tail),
+                      (0.001,) * len(tail)]
+            for unseen in others:
+                changed = policy.after(GAMMA, (*confidences[:slot], *unseen)).drafts
+                assert (changed >= slot) == (width >= slot), (slot, confidences, unseen)
+
+
+@every_curve
+@pytest.mark.parametrize("text", EVERY_POLICY)
+def test_slots_behind_the_first_refused_one_play_no_part(text, curve):
+    """The whole decision, its reason and its expectations included, stands once a slot is refused."""
+    policy, rng = taught(text, curve, seed=4), random.Random(6)
+    for confidences in vectors(12, seed=2):
+        decision = policy.after(GAMMA, confidences)
+        seen = confidences[: decision.drafts + 1]
+        for _ in range(4):
+            assert policy.after(GAMMA, (*seen, *(rng.random() for _ in confidences[len(seen) :]))) == decision
+
+
+@pytest.mark.parametrize("text", EVERY_POLICY)
+def test_the_causality_test_can_fail(text):
+    """Policies that look at this round do change their mind when a slot they may look at changes."""
+    policy = taught(text, CURVES["linear"])
+    widths = {policy.after(GAMMA, (c,) * GAMMA).drafts for c in (0.01, 0.5, 0.99)}
+    assert (len(widths) > 1) == (text not in ("plain", "fixed:4", "lagged"))
+
+
+# The paper's appendix A: two tokens, A and B. The draft is undecided, the target is not. What follows an A is
+# easy, what follows a B is hard, so c_2 tells x_1. One row does not pay for itself, the second would for an A.
+
+TARGET = {"": (0.70, 0.30), "A": (0.60, 0.40), "B": (0.95, 0.05)}
+DRAFT = {"": (0.50, 0.50), "A": (0.50, 0.50), "B": (0.05, 0.95)}
+APPENDIX_CURVES = {
+    "step": CostCurve(rows={1: 1.0, 2: 2.0, 3: 2.0}),
+    "flat": CostCurve(rows={1: 1.0, 2: 1.1, 3: 1.2}),
+    "linear": CostCurve(rows={1: 1.0, 2: 1.6, 3: 2.2}),
+    "steep": CostCurve(rows={1: 1.0, 2: 2.0, 3: 3.0}),
+}
+
+
+def overlap(prefix):
+    """c: the chance that the accept rule keeps a draft drawn after this prefix."""
+    return sum(map(min, TARGET[prefix], DRAFT[prefix]))
+
+
+def judged(prefix, token):
+    """The accept rule: [chance kept, distribution of the replacement]."""
+    residual = [max(0.0, p - q) for p, q in zip(TARGET[prefix], DRAFT[prefix], strict=True)]
+    kept = min(1.0, TARGET[prefix]["AB".index(token)] / DRAFT[prefix]["AB".index(token)])
+    return kept, [r / sum(residual) for r in residual]
+
+
+def text_distribution(width_of):
+    """Exact law of the first two tokens. width_of(c_1, c_2) decides how many drafts are verified."""
+    law = dict.fromkeys(("AA", "AB", "BA", "BB"), 0.0)
+
+    def commit(prefix, chance):  # what is not drafted any more comes from the target
+        if len(prefix) == 2:
+            law[prefix] += chance
+        else:
+            for token, p in zip("AB", TARGET[prefix], strict=True):
+                commit(prefix + token, chance * p)
+
+    def walk(prefix, drafts, chance):
+        if not drafts or len(prefix) == 2:
+            return commit(prefix, chance)
+        kept, replacement = judged(prefix, drafts[0])
+        walk(prefix + drafts[0], drafts[1:], chance * kept)
+        for token, p in zip("AB", replacement, strict=True):
+            commit(prefix + token, chance * (1 - kept) * p)
+
+    for first, second in itertools.product("AB", repeat=2):
+        chance = DRAFT[""]["AB".index(first)] * DRAFT[first]["AB".index(second)]
+        walk("", (first + second)[: width_of(overlap(""), overlap(first))], chance)
+    return law
+
+
+def first_token(law):
+    return law["AA"] + law["AB"], law["BA"] + law["BB"]
+
+
+def retrospective(curve):
+    """Algorithm 1 without its early stop: the best width in hindsight of all confidences."""
+
+    def width_of(*confidences):
+        tokens = [1 + sum(survivals(confidences)[:width]) for width in range(3)]
+        return max(range(3), key=lambda width: tokens[width] / curve.verify(width + 1))
+
+    return width_of
+
+
+def test_appendix_a_retrospective_search_is_biased():
+    law = text_distribution(retrospective(APPENDIX_CURVES["step"]))
+    assert first_token(law) == pytest.approx((0.85, 0.15), abs=1e-12)
+
+
+@pytest.mark.parametrize("past", [(0.8, 0.9), (0.8, 0.1), (0.3, 0.3), None], ids=["easy", "hard", "poor", "new"])
+@pytest.mark.parametrize("curve", APPENDIX_CURVES.values(), ids=APPENDIX_CURVES)
+@pytest.mark.parametrize("text", ["plain", "fixed:2", "threshold:0.5", "threshold:0.85", *MODELLED])
+def test_appendix_a_ours_is_exact(text, curve, past):
+    policy = make_policy(text, 2, True, curve)
+    for index in range(1, 30 if past else 1):
+        policy.before([landed(index, past, drafts=2, accepted=1)] if index > 1 else [])
+    law = text_distribution(lambda *confidences: policy.after(2, confidences).drafts)
+    assert first_token(law) == pytest.approx((0.70, 0.30), abs=1e-12)
+    expected = {a + b: TARGET[""]["AB".index(a)] * TARGET[a]["AB".index(b)] for a, b in itertools.product("AB", "AB")}
+    assert law == pytest.approx(expected, abs=1e-12)
+
+
+def test_appendix_a_asks_both_kinds_of_decision():
+    """The test above means something only if slots are admitted here and refused there."""
+    widths = set()
+    for curve in APPENDIX_CURVES.values():
+        for text in MODELLED:
+            policy = make_policy(text, 2, True, curve)
+            widths |= {policy.after(2, (overlap(""), overlap(first))).drafts for first in "AB"}
+    assert widths == {0, 1, 2}
+
+
+# Right
+
+
+def value_of(policy, confidences, width):
+    """Tokens of `width` drafts, less the price of their rows."""
+    rows = policy.curve.verify(width + 1) - policy.curve.verify(1)
+    return sum(survivals(confidences)[:width]) - policy.price() * rows
+
+
+@every_curve
+def test_best_prefix_is_the_best_of_all(curve):
+    policy = taught("lookahead", curve)
+    for confidences in vectors(60, seed=7):
+        values = [value_of(policy, confidences, width) for width in range(GAMMA + 1)]
+        _, width, _ = policy.best_prefix(confidences)
+        assert values[width] == pytest.approx(max(values), abs=1e-12)
+
+
+@every_curve
+@pytest.mark.parametrize("text", ["paper", "rate"])
+def test_one_row_at_a_time_stops_at_the_first_that_does_not_pay(text, curve):
+    policy = taught(text, curve)
+
+    def pays(confidences, slot):
+        if text == "rate":
+            return value_of(policy, confidences, slot) > value_of(policy, confidences, slot - 1)
+        rates = [(1 + sum(survivals(confidences)[:w])) / (0.0 + policy.curve.drafting(GAMMA) + policy.curve.host
+                 + policy.curve.verify(w + 1)) for w in (slot - 1, slot)]
+        return rates[1] > rates[0]
+
+    for confidences in vectors(60, seed=8):
+        expected = next((s - 1 for s in range(1, GAMMA + 1) if not pays(confidences, s)), GAMMA)
+        assert policy.after(GAMMA, confidences).drafts == expected
+
+
+@pytest.mark.parametrize("name", CONVEX)
+@pytest.mark.parametrize("text", ["paper", "rate", "lookahead"])
+def test_without_steps_stopping_early_loses_nothing(text, name):
+    """Survivals fall and rows get no cheaper: the first row that does not pay is the last one to look at."""
+    policy = taught(text, CURVES[name])
+    for confidences in vectors(60, seed=9):
+        width = policy.after(GAMMA, confidences).drafts
+        if text == "paper":
+            rates = [(1 + sum(survivals(confidences)[:w])) / policy.seconds(GAMMA, w) for w in range(GAMMA + 1)]
+            assert rates[width] == pytest.approx(max(rates), rel=1e-12)
+        else:
+            values = [value_of(policy, confidences, w) for w in range(GAMMA + 1)]
+            assert values[width] == pytest.approx(max(values), abs=1e-9)
+
+
+@every_curve
+def test_lagged_takes_the_best_budget_of_two_rounds_ago(curve):
+    policy, history = make_policy("lagged", GAMMA, True, curve), deque(maxlen=4)
+    past = vectors(40, seed=10)
+    for index, confidences in enumerate(past, start=1):
+        policy.before(history)
+        width = policy.after(GAMMA, None).drafts
+        if index <= 2:
+            assert width == GAMMA
+        else:
+            old = survivals(past[index - 3])
+            rates = [(1 + sum(old[:w])) / policy.seconds(GAMMA, w) for w in range(GAMMA + 1)]
+            assert rates[width] == pytest.approx(max(rates), rel=1e-12)
+        history.append(landed(index, confidences, drafts=width))
+
+
+@every_curve
+def test_lookahead_is_optimal_stopping_when_its_forecast_is_the_truth(curve, monkeypatch):
+    policy = taught("lookahead", curve)
+    for truth in vectors(80, seed=11):
+        monkeypatch.setattr(policy.forecast, "predict", lambda seen, truth=truth: list(truth[len(seen) :]))
+        stop = 0.0  # the value of what is still ahead, from the last slot to the first
+        for slot in range(GAMMA, 0, -1):
+            gain = survivals(truth)[slot - 1] - policy.price() * (curve.verify(slot + 1) - curve.verify(slot))
+            stop = max(0.0, gain + stop)
+        assert value_of(policy, truth, policy.after(GAMMA, truth).drafts) == pytest.approx(stop, abs=1e-9)
+
+
+def test_lookahead_goes_over_a_step_that_stops_the_others():
+    confidences, curve = (0.97,) * GAMMA, CURVES["stepped"]
+    widths = {}
+    for text in ("paper", "rate", "lookahead"):
+        policy = make_policy(text, GAMMA, True, curve)
+        policy.before([])
+        for index in range(2, 60):
+            policy.before([landed(index, confidences, drafts=GAMMA, accepted=6)])
+        widths[text] = policy.after(GAMMA, confidences).drafts
+    assert widths["lookahead"] == GAMMA > widths["rate"]
+
+
+@pytest.mark.parametrize("kind", ["steady", "swinging"])
+@pytest.mark.parametrize("name", ["linear", "flat"])
+def test_the_price_is_the_fixed_point_of_the_run(name, kind):
+    """lambda = tokens / seconds of the rounds that lambda itself chooses (Dinkelbach's iteration)."""
+    content, curve = sim.made_up(kind, 6000, seed=12), CURVES[name]
+    costs = np.array([curve.verify(n) for n in range(1, 9)])
+    survival, price = np.cumprod(content.confidences, axis=1), 1.0
+    for _ in range(30):
+        width = np.cumprod(survival > price * np.diff(costs), axis=1).sum(axis=1)
+        tokens = 1 + np.where(np.arange(GAMMA) < width[:, None], survival, 0).sum(axis=1)
+        price = tokens.sum() / (costs[width] + curve.drafting(GAMMA) + curve.host).sum()
+    policy, prices = make_policy("rate", GAMMA, True, curve), []
+    learn = policy.before
+    policy.before = lambda history: prices.append(policy.price()) or learn(history)
+    sim.replay(policy, content, curve)
+    assert np.mean(prices[2000:]) == pytest.approx(max(price, 1 / (costs[0] + curve.host)), rel=0.015)
+
+
+def test_the_price_is_never_below_plain_decoding():
+    rate = RunRate()
+    assert rate.value(0.5) == 2.0
+    for _ in range(500):
+        rate.add(1, 5.0)
+    assert rate.value(0.5) == 2.0
+
+
+def test_the_price_starts_at_plain_decoding_and_moves_slowly():
+    rate = RunRate()
+    rate.add(3, 1.0)
+    assert rate.value(1.0) == pytest.approx((PLAIN_ROUNDS + 3) / (PLAIN_ROUNDS + 1))
+    for _ in range(20000):
+        rate.add(3, 1.0)
+    assert rate.value(1.0) == pytest.approx(3.0, rel=0.06)
+
+
+# What a decision carries
+
+
+@pytest.mark.parametrize("proposed", [0, 1, 4, GAMMA])
+@pytest.mark.parametrize("text", MODELLED)
+def test_a_decision_carries_expectations_policy_and_reason(text, proposed):
+    curve = CURVES["linear"]
+    policy = taught(text, curve)
+    confidences = (0.9, 0.8, 0.9, 0.7, 0.6, 0.5, 0.4)[:proposed]
+    decision = policy.after(proposed, confidences if policy.reads_confidence and proposed else None)
+    assert decision.policy == text and decision.reason
+    assert decision.drafts <= proposed
+    assert decision.seconds == pytest.approx(
+        curve.drafting(proposed) + curve.verify(decision.drafts + 1) + curve.host)
+    if text == "lagged":
+        confidences = policy._old[-2]
+    assert decision.expected_tokens == pytest.approx(1 + sum(survivals(confidences)[: decision.drafts]))
+
+
+@pytest.mark.parametrize("text", MODELLED)
+def test_every_round_of_a_run_carries_its_reason(text):
+    curve, kept = CURVES["linear"], []
+    policy = make_policy(text, GAMMA, True, curve)
+    decide = policy.after
+    policy.after = lambda proposed, confidences: kept.append(decide(proposed, confidences)) or kept[-1]
+    sim.replay(policy, sim.made_up("swinging", 400, 13), curve)
+    assert all(d.policy == text and d.reason and d.expected_tokens >= 1 and d.seconds > 0 for d in kept)
+    if text == "auto":
+        reasons = {d.reason.split(":")[0] for d in kept}
+        assert {"parked", "probe"} <= reasons
+        assert all("expected to lose" in d.reason and d.drafts == 0 for d in kept if d.reason.startswith("parked"))
+
+
+def test_a_calibrator_is_applied_before_anything_is_decided():
+    seen = []
+
+    def calibrate(confidences):
+        seen.append(confidences)
+        return tuple(0.0 for _ in confidences)
+
+    policy = make_policy("lookahead", GAMMA, True, CURVES["flat"], calibrate)
+    policy.before([landed(1, (0.9,) * GAMMA)])
+    assert policy.after(GAMMA, (0.99,) * GAMMA).drafts == 0
+    assert seen == [(0.9,) * GAMMA, (0.99,) * GAMMA]
+    assert policy.forecast.means == pytest.approx([0.0] * GAMMA)
+
+
+@pytest.mark.parametrize("text", MODELLED)
+def test_a_round_is_learned_once_and_late_ones_come_later(text):
+    """The loop hands over a history that overlaps; a round still in flight shows up one call later."""
+    policy, twin = (make_policy(text, GAMMA, True, CURVES["linear"]) for _ in range(2))
+    rounds = [landed(i, v, drafts=2, accepted=1) for i, v in enumerate(vectors(12, 14), start=1)]
+    for end in range(len(rounds) + 1):
+        twin.before(rounds[:end])
+    for end in (0, 0, 1, 2, 2, 4, *range(5, len(rounds))):
+        policy.before(rounds[:end])
+    policy.before(rounds)
+    assert policy.price() == pytest.approx(twin.price(), rel=1e-12)
+    assert policy.forecast.rounds == twin.forecast.rounds == len(rounds)
+
+
+def test_the_depth_of_the_context_enters():
+    """Rows that were free at depth 0 are not at a depth where each reads a long cache."""
+    rows = {n: 1 + 0.01 * n for n in range(1, 9)}
+    curve = CostCurve(rows=rows, slope={n: 1e-4 * n for n in rows}, draft={GAMMA: 0.1})
+    policy = make_policy("rate", GAMMA, True, curve)
+    shallow = policy.after(GAMMA, (0.7,) * GAMMA)
+    policy.before([landed(1, (0.7,) * GAMMA, start=20000)])
+    deep = policy.after(GAMMA, (0.7,) * GAMMA)
+    assert deep.drafts < shallow.drafts
+    assert deep.seconds == pytest.approx(0.1 + curve.verify(deep.drafts + 1, 20001))
+
+
+# The cost curve
+
+
+MEASURED = CostCurve(rows={1: 1.0, 2: 1.1, 5: 1.4, 8: 2.6}, depth=512, slope={1: 1e-4, 2: 2e-4, 8: -1e-3},
+                     draft={1: 0.05, 4: 0.1, 7: 0.3}, host=0.02, read=0.03, about={"chip": "x"})
+
+
+@pytest.mark.parametrize(
+    ("rows", "seconds"),
+    [(1, 1.0), (2, 1.1), (3, 1.4), (4, 1.4), (5, 1.4), (6, 2.6), (7, 2.6), (8, 2.6), (9, 2.6), (100, 2.6)],
+)
+def test_an_unmeasured_row_count_costs_like_the_next_larger(rows, seconds):
+    assert MEASURED.verify(rows) == seconds
+    assert MEASURED.verify(rows, 512) == seconds
+    assert MEASURED.widest == 8
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "seconds"),
+    [
+        pytest.param(1, 1512, 1.1, id="deeper"),
+        pytest.param(2, 1512, 1.3, id="own-slope"),
+        pytest.param(1, 12, 0.95, id="shallower"),
+        pytest.param(3, 1512, 1.4, id="no-slope"),
+        pytest.param(8, 1512, 2.6, id="negative-slope-is-noise"),
+    ],
+)
+def test_depth_is_a_slope_per_row_count(rows, depth, seconds):
+    assert MEASURED.verify(rows, depth) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("proposals", "seconds"), [(0, 0), (1, 0.05), (2, 0.1), (4, 0.1), (5, 0.3), (7, 0.3), (9, 0.3)])
+def test_drafting_costs_like_the_next_larger_count(proposals, seconds):
+    assert MEASURED.drafting(proposals) == seconds
+    assert CostCurve(rows={1: 1.0}).drafting(proposals) == 0
+
+
+def test_a_curve_survives_json():
+    assert CostCurve.from_dict(json.loads(json.dumps(MEASURED.to_dict()))) == MEASURED
+    assert CostCurve.from_dict({"rows": {"1": 2}}) == CostCurve(rows={1: 2.0})
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        pytest.param({}, id="empty"),
+        pytest.param(None, id="nothing"),
+        pytest.param([], id="list"),
+        pytest.param({"rows": None}, id="no-rows"),
+        pytest.param({"rows": {"2": 1.0}}, id="no-row-1"),
+        pytest.param({"rows": {"one": 1.0}}, id="word"),
+        pytest.param({"rows": {"1": "fast"}}, id="seconds-word"),
+        pytest.param({"rows": {"1": -1.0}}, id="negative"),
+        pytest.param({"rows": {"1": math.nan}}, id="nan"),
+        pytest.param({"rows": {"1": math.inf}}, id="infinite"),
+        pytest.param({"rows": {"1": 1.0, "0": 1.0}}, id="row-0"),
+        pytest.param({"rows": {"1": None}}, id="null"),
+        pytest.param({"rows": {"1": 1.0}, "draft": {"3": -0.1}}, id="negative-draft"),
+        pytest.param({"rows": {"1": 1.0}, "slope": 3}, id="slope-number"),
+        pytest.param({"rows": {"1": 1.0}, "depth": "deep"}, id="depth-word"),
+        pytest.param({"rows": {"1": 1.0}, "host": []}, id="host-list"),
+        pytest.param({"rows": {"1": 1.0}, "about": 3}, id="about-number"),
+    ],
+)
+def test_a_damaged_curve_is_refused_in_one_line(facts):
+    with pytest.raises(FormatError, match="measure it again") as caught:
+        CostCurve.from_dict(facts)
+    assert "\n" not in str(caught.value)
+
+
+# The forecast
+
+
+def test_the_forecast_learns_each_slot():
+    means = np.linspace(0.9, 0.3, GAMMA)
+    forecast, rng = Forecast(GAMMA), np.random.default_rng(15)
+    for _ in range(3000):
+        forecast.pass_round()
+        forecast.observe(np.clip(means + 0.05 * rng.standard_normal(GAMMA), 0, 1))
+    assert forecast.means == pytest.approx(means, abs=0.02)
+    assert forecast.expected() == pytest.approx(means, abs=0.03)
+    assert forecast.predict([0.9, 0.8]) == pytest.approx(means[2:], abs=0.05)
+
+
+def test_the_forecast_starts_from_a_guess_and_forgets_it_at_once():
+    forecast = Forecast(3, start=0.6)
+    assert forecast.expected() == [0.6] * 3
+    forecast.pass_round()
+    forecast.observe([0.9, 0.8, 0.7])
+    assert forecast.means == pytest.approx([0.9, 0.8, 0.7])
+
+
+def followed(content, seed=16):
+    forecast = Forecast(GAMMA)
+    for confidences in sim.made_up(content, 3000, seed).confidences.tolist():
+        forecast.pass_round()
+        forecast.observe(confidences)
+    return forecast
+
+
+def test_sticky_content_carries_over_and_fades_while_nobody_looks():
+    """Mean stay 20 rounds: a deviation is left with factor 1 - 2/20 a round."""
+    forecast = followed("swinging")
+    assert forecast.carry == pytest.approx(0.9, abs=0.06)
+    forecast.pass_round()
+    forecast.observe([0.9] * GAMMA)
+    gaps = []
+    for _ in range(40):
+        forecast.pass_round()
+        gaps.append(np.mean(forecast.expected()) - np.mean(forecast.means))
+    assert gaps[0] > 0.1 and all(a > b for a, b in itertools.pairwise(gaps)) and gaps[-1] < 0.02
+
+
+def test_content_without_memory_does_not_carry_over():
+    assert abs(followed("steady").carry) < 0.25
+
+
+def test_slots_already_seen_shift_the_others_on_sticky_content_only():
+    swinging, steady = followed("swinging"), followed("steady")
+    for forecast, low, high in ((swinging, 0.25, 1.0), (steady, -0.01, 0.1)):
+        shift = np.mean(forecast.predict([0.95, 0.95])) - np.mean(forecast.predict([0.4, 0.4]))
+        assert low < shift < high
+
+
+def test_a_prediction_uses_what_it_is_given_and_nothing_else():
+    forecast = followed("swinging")
+    before = json.dumps(vars(forecast))
+    assert forecast.predict([0.5, 0.6]) == forecast.predict((0.5, 0.6))
+    assert [len(forecast.predict([0.5] * n)) for n in range(1, GAMMA + 1)] == list(range(GAMMA - 1, -1, -1))
+    assert all(0.01 <= c <= 0.99 for c in forecast.predict([0.0]) + forecast.predict([1.0]) + forecast.expected())
+    assert json.dumps(vars(forecast)) == before, "predicting is not learning"
+
+
+def test_a_short_proposal_teaches_its_slots_only():
+    forecast = Forecast(4, start=0.5)
+    forecast.pass_round()
+    forecast.observe([0.9, 0.9])
+    forecast.observe([])
+    assert forecast.means == pytest.approx([0.9, 0.9, 0.5, 0.5]) and forecast.rounds == 1
+
+
+# Reading this round's confidences
+
+
+@pytest.mark.parametrize(("read", "reads"), [(0.0, True), (5.0, False)], ids=["free", "dear"])
+def test_auto_reads_only_while_that_pays(read, reads):
+    """Drafts whose fate varies are worth a look; a look that costs five plain rounds is not."""
+    curve = replace(CURVES["linear"], read=read)
+    policy = taught("auto", curve, rounds=300, kind="steady")
+    assert policy.reads_confidence == reads
+    assert policy.after(GAMMA, None).reason == "from past rounds"
