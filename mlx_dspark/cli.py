@@ -10,6 +10,7 @@ from .commands import SETTINGS
 
 _COMMANDS = {
     "generate": ("generate", "Write text with a target and its draft."),
+    "convert": ("convert.command", "Convert a public draft checkpoint, or look at its facts."),
     "bench": ("bench", "Time plain mlx_lm, our plain loop and speculation on the same prompts."),
 }
 

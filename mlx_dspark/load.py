@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,15 +14,17 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 
 from .backend import BLAS_HINT, compute_dtype, on_cpu, preload_blas
-from .draft import BlockDraft, Draft, read_draft
-from .draft.block import Tables
-from .draft.files import check_finite, read_config, weight_files
+from .convert import open_checkpoint
+from .convert.detect import is_draft
+from .convert.files import read_config, read_headers
+from .draft import BlockDraft, Draft, Eagle3Draft, TargetTables, build_draft
+from .draft.build import check_finite
+from .draft.classic import ClassicDraft
 from .errors import FormatError, PairError
+from .hub import resolve
 from .target import Target
 
 ASSETS = Path(__file__).parent / "assets" / "tiny"
-_REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_PATTERNS = ["*.json", "model*.safetensors", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja"]
 
 
 @dataclass(frozen=True)
@@ -101,29 +102,13 @@ def check_pair(target: Target, draft: Draft) -> None:
     if spec.num_target_layers is not None and spec.num_target_layers != layers:
         raise PairError(f"the draft was made for {spec.num_target_layers} target layers, {target.name} has {layers}: "
                         "use the draft made for this target")
-    if target.hidden_size is not None and spec.hidden_size != target.hidden_size:
-        raise PairError(f"the draft's hidden width is {spec.hidden_size}, that of {target.name} is "
+    width = spec.target_hidden_size or spec.hidden_size
+    if target.hidden_size is not None and width != target.hidden_size:
+        raise PairError(f"the draft's hidden width is {width}, that of {target.name} is "
                         f"{target.hidden_size}: use the draft made for this target")
     if target.vocab_size is not None and spec.vocab_size != target.vocab_size:
         raise PairError(f"the draft's vocabulary has {spec.vocab_size} rows, that of {target.name} has "
                         f"{target.vocab_size}: use the draft made for this target")
-    if spec.mask_token_id >= spec.vocab_size:
-        raise PairError(f"the draft's mask token {spec.mask_token_id} is outside its {spec.vocab_size} rows")
-
-
-def resolve(name: str | Path, revision: str | None = None) -> Path:
-    """A local folder, or the local copy of a Hugging Face repo (downloaded if need be).
-
-    Raises FormatError with the place looked at and the remedy.
-    """
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise FormatError(f"{path} is a file: give the folder that holds config.json and the weights")
-    if not _REPO_ID.fullmatch(str(name)):
-        raise FormatError(f"{name} does not exist: give a model folder or a Hugging Face repo id (owner/name)")
-    return _download(str(name), revision)
 
 
 def encode_prompt(
@@ -161,7 +146,7 @@ def _load_target(
 ) -> tuple[Target, TokenizerWrapper]:
     folder = resolve(name, revision)
     config = read_config(folder)
-    weight_files(folder)  # mlx-lm reads whatever shards are there; a missing one must be named
+    read_headers(folder)  # mlx-lm reads whatever shards are there; a missing or damaged one must be named
     try:
         model, config = load_model(folder, lazy=True)
     except (ValueError, KeyError, TypeError, RuntimeError, FileNotFoundError) as error:
@@ -172,7 +157,7 @@ def _load_target(
         notes.append("quantised weights were expanded to float32: on this CPU OpenBLAS serves many rows at once, "
                      "quantised kernels go row by row")
     mx.eval(model.parameters())
-    check_finite(model, folder)
+    check_finite(model, str(folder))
     try:
         tokenizer = load_tokenizer(folder, eos_token_ids=_as_list(config.get("eos_token_id")))
     except Exception as error:  # transformers raises anything from OSError to AttributeError here
@@ -182,13 +167,42 @@ def _load_target(
 
 def _load_draft(
     name: str | Path, target: Target, dtype: mx.Dtype | None, bits: int | None, revision: str | None
-) -> BlockDraft:
-    draft = read_draft(resolve(name, revision), dtype or _draft_dtype(target), bits)
-    if draft.needs_tables:
+) -> Draft:
+    """Any packaging of a draft checkpoint, or a whole small model."""
+    folder = resolve(name, revision)
+    if not is_draft(read_config(folder)):
+        return _load_classic(name, folder, target, dtype, bits)
+    draft = read_draft(folder, dtype or _draft_dtype(target), bits)
+    check_pair(target, draft)
+    if draft.tables.incomplete:
         target.require_tables()
-        check_pair(target, draft)
-        draft.borrow(Tables(target.embed, target.head))
+        draft.borrow(TargetTables(target.embed, target.head))
     return draft
+
+
+def read_draft(folder: Path, dtype: mx.Dtype | None = None, bits: int | None = None) -> BlockDraft | Eagle3Draft:
+    """A draft from a folder of any packaging; it may still need the target's tables.
+
+    dtype: cast the weights (None keeps them). bits: quantise to 8 or 4 bits. Raises FormatError.
+    """
+    checkpoint = open_checkpoint(folder)
+    files = {stored.path: mx.load(str(stored.path)) for stored in checkpoint.stored.values()}
+    weights = {name: files[checkpoint.info(name).path][stored] for name, stored in checkpoint.names.items()}
+    return build_draft(checkpoint.spec, weights, str(folder), quantization=checkpoint.quantization,
+                       dtype=dtype, bits=bits)
+
+
+def _load_classic(
+    name: str | Path, folder: Path, target: Target, dtype: mx.Dtype | None, bits: int | None
+) -> ClassicDraft:
+    model, _ = _load_target(folder, dtype, None, [])
+    model.name = str(name)
+    if model.vocab_size != target.vocab_size:
+        raise PairError(f"the draft model's vocabulary has {model.vocab_size} rows, that of {target.name} has "
+                        f"{target.vocab_size}: use a model with the same tokenizer")
+    if bits is not None:
+        nn.quantize(model.model, 64, bits)
+    return ClassicDraft(model)
 
 
 def _draft_dtype(target: Target) -> mx.Dtype | None:
@@ -214,26 +228,6 @@ def _facts(target: Target, draft: Draft | None) -> dict[str, Any]:
         facts["gamma"] = draft.gamma
         facts["taps"] = list(draft.taps)
     return facts
-
-
-def _download(repo: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
-
-    try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=_PATTERNS))
-    except GatedRepoError:
-        raise FormatError(f"{repo} is gated: accept its terms on its page, then run hf auth login") from None
-    except RepositoryNotFoundError:
-        raise FormatError(f"{repo} is neither a local folder nor a Hugging Face repo you can see: "
-                          "check the spelling, or run hf auth login for a private one") from None
-    except RevisionNotFoundError:
-        raise FormatError(f"{repo} has no revision {revision}: check --revision") from None
-    except HFValidationError as error:
-        raise FormatError(f"{repo} is no Hugging Face repo id: {_first_line(error)}") from None
-    except Exception as error:  # no network: huggingface-hub lets its HTTP client's errors through
-        raise FormatError(f"{repo} is no local folder and could not be downloaded ({type(error).__name__}): "
-                          "check the network, or give a local folder") from None
 
 
 def _first_line(error: BaseException) -> str:
