@@ -11,7 +11,7 @@ from typing import Any
 from mlx_dspark.draft.spec import DraftSpec, RopeSpec
 from mlx_dspark.errors import FormatError
 
-from .reader import Reader, geometry, heads, rename_common, rope
+from .reader import MOST_LAYERS, Reader, geometry, heads, rename_common, rope, short
 from .refused import architecture_of
 
 NAME = "DeepSpec"
@@ -43,19 +43,19 @@ def read(config: Mapping[str, Any], where: str) -> DraftSpec:
 
 def family_facts(reader: Reader, family: str) -> dict[str, Any]:
     """What differs between the Qwen3 and the Gemma4 form."""
-    layers = reader.integer("num_hidden_layers")
+    layers = reader.integer("num_hidden_layers", most=MOST_LAYERS)
     facts: dict[str, Any] = {"family": family, "windows": (None,) * layers, "causal": (False,) * layers}
     if family == "qwen3":
         return {**facts, "rope": rope(reader)}
     if reader.boolean("enable_moe_block", False) or reader.integer("hidden_size_per_layer_input", 0, least=0):
         raise FormatError(f"{reader.where}: Gemma4 drafts with MoE blocks or per-layer inputs are not supported")
     shared = reader.boolean("attention_k_eq_v")
-    full = Reader(reader.where, reader.section("rope_parameters").get("full_attention") or {})
+    full = Reader(reader.where, Reader(reader.where, reader.section("rope_parameters")).section("full_attention"))
     scaling = {"rope_type": full.get("rope_type", "default")}
     if scaling["rope_type"] == "proportional":
         scaling["partial_rotary_factor"] = full.number("partial_rotary_factor", 1.0)
     elif scaling["rope_type"] != "default":
-        raise FormatError(f"{reader.where}: RoPE type {scaling['rope_type']!r} is unknown in a Gemma4 draft")
+        raise FormatError(f"{reader.where}: RoPE type {short(scaling['rope_type'])} is unknown in a Gemma4 draft")
     return {
         **facts,
         "rope": RopeSpec(full.number("rope_theta"), scaling=scaling),

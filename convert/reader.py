@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mlx_dspark.draft.spec import RopeSpec
 from mlx_dspark.errors import FormatError
 
 MISSING = object()
+MOST_LAYERS = 1000  # a damaged count must not allocate a list of billions
 
 
 class Reader:
@@ -29,14 +30,14 @@ class Reader:
             raise FormatError(f"{self.where}: config.json has no {key!r}: the checkpoint is incomplete")
         return default
 
-    def integer(self, key: str, default: Any = MISSING, least: int = 1) -> Any:
-        """A whole number of at least `least`, or the default."""
+    def integer(self, key: str, default: Any = MISSING, least: int = 1, most: int = 2**24) -> Any:
+        """A whole number of `least` to `most`, or the default."""
         value = self.get(key, default)
         if value is default and default is not MISSING:
             return value
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
-            raise FormatError(f"{self.where}: config.json has {key} = {_short(value)}: "
-                              f"a whole number of at least {least} is needed")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise FormatError(f"{self.where}: config.json has {key} = {short(value)}: "
+                              f"a whole number of {least} to {most} is needed")
         return value
 
     def number(self, key: str, default: Any = MISSING) -> Any:
@@ -44,28 +45,28 @@ class Reader:
         value = self.get(key, default)
         if value is default and default is not MISSING:
             return value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-            raise FormatError(f"{self.where}: config.json has {key} = {_short(value)}: a positive number is needed")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e30:
+            raise FormatError(f"{self.where}: config.json has {key} = {short(value)}: a positive number is needed")
         return float(value)
 
     def boolean(self, key: str, default: Any = MISSING) -> bool:
         value = self.get(key, default)
         if not isinstance(value, bool):
-            raise FormatError(f"{self.where}: config.json has {key} = {_short(value)}: true or false is needed")
+            raise FormatError(f"{self.where}: config.json has {key} = {short(value)}: true or false is needed")
         return value
 
     def integers(self, key: str) -> tuple[int, ...]:
         """A list of whole numbers."""
         value = self.get(key)
         if not isinstance(value, list) or not value or any(type(number) is not int for number in value):
-            raise FormatError(f"{self.where}: config.json has {key} = {_short(value)}: whole numbers are needed")
+            raise FormatError(f"{self.where}: config.json has {key} = {short(value)}: whole numbers are needed")
         return tuple(value)
 
     def section(self, key: str) -> Mapping[str, Any]:
         """A nested object; empty when absent."""
         value = self.get(key, {})
         if not isinstance(value, Mapping):
-            raise FormatError(f"{self.where}: config.json has {key} = {_short(value)}: an object is needed")
+            raise FormatError(f"{self.where}: config.json has {key} = {short(value)}: an object is needed")
         return value
 
 
@@ -76,7 +77,7 @@ def geometry(read: Reader) -> dict[str, Any]:
     return {
         "hidden_size": hidden,
         "intermediate_size": read.integer("intermediate_size"),
-        "num_layers": read.integer("num_hidden_layers"),
+        "num_layers": read.integer("num_hidden_layers", most=MOST_LAYERS),
         "num_heads": heads,
         "num_kv_heads": read.integer("num_key_value_heads", heads),
         "head_dim": read.integer("head_dim", max(1, hidden // heads)),
@@ -92,7 +93,7 @@ def heads(read: Reader) -> dict[str, Any]:
     confidence = read.boolean("enable_confidence_head", False)
     temperatures = read.get("confidence_temperatures", None)
     return {
-        "markov": str(read.get("markov_head_type", "vanilla")).lower() if rank else "none",
+        "markov": short(read.get("markov_head_type", "vanilla"), str).lower() if rank else "none",
         "markov_rank": rank,
         "confidence": confidence,
         "confidence_with_markov": confidence and read.boolean("confidence_head_with_markov", False),
@@ -120,14 +121,14 @@ def rope(read: Reader, interleaved: bool = False) -> RopeSpec:
         for key in keep[:2]:
             inner.number(key)
         return RopeSpec(theta, interleaved, scaling)
-    raise FormatError(f"{read.where}: RoPE type {_short(kind)} is not supported in a draft: default and yarn are")
+    raise FormatError(f"{read.where}: RoPE type {short(kind)} is not supported in a draft: default and yarn are")
 
 
 def sight(read: Reader, layers: int, sliding_is_causal: bool = True) -> dict[str, Any]:
     """Windows and causality per layer from `layer_types`; absent means full attention everywhere."""
     types = read.get("layer_types", ["full_attention"] * layers)
     if not isinstance(types, list) or any(t not in ("full_attention", "sliding_attention") for t in types):
-        raise FormatError(f"{read.where}: layer_types {_short(types)}: full_attention and sliding_attention are known")
+        raise FormatError(f"{read.where}: layer_types {short(types)}: full_attention and sliding_attention are known")
     sliding = [kind == "sliding_attention" for kind in types]
     window = read.integer("sliding_window") if any(sliding) else None
     return {
@@ -149,10 +150,11 @@ def rename_common(name: str) -> str | None:
 
 def _floats(read: Reader, values: Any) -> list[float]:
     if not isinstance(values, list) or any(isinstance(v, bool) or not isinstance(v, (int, float)) for v in values):
-        raise FormatError(f"{read.where}: confidence_temperatures {_short(values)}: a list of numbers is needed")
+        raise FormatError(f"{read.where}: confidence_temperatures {short(values)}: a list of numbers is needed")
     return [float(value) for value in values]
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
+def short(value: Any, text_of: Callable[[Any], str] = repr) -> str:
+    """A value as part of a one-line message."""
+    text = text_of(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -18,7 +18,7 @@ def refusal(config: Mapping[str, Any], tensors: Collection[str]) -> str | None:
         return "a draft with latent attention (MLA, as for Kimi K3): MLA drafts are not implemented here"
     if nested.get("attention_mode") in ("kda", "mha") or "attention_modes" in nested:
         mode = nested.get("attention_mode", "mixed")
-        return f"a draft with attention_mode {mode!r}: only grouped-query attention is implemented here"
+        return f"a draft with attention_mode {str(mode)[:40]!r}: only grouped-query attention is implemented here"
     if architecture == "Qwen35DSparkModel":
         return "a Qwen3.5 draft with gated queries and shifted norms: not implemented here"
     if config.get("log_snr_conditioning") or nested.get("log_snr_conditioning"):

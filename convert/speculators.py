@@ -13,7 +13,7 @@ from typing import Any
 from mlx_dspark.draft.spec import DraftSpec
 from mlx_dspark.errors import FormatError
 
-from .reader import Reader, geometry, heads, rename_common, rope, sight
+from .reader import Reader, geometry, heads, rename_common, rope, short, sight
 
 NAME = "speculators"
 
@@ -25,7 +25,7 @@ def read(config: Mapping[str, Any], where: str) -> DraftSpec:
     top = Reader(where, config)
     kind = top.get("speculators_model_type", top.section("speculators_config").get("algorithm"))
     if kind not in ("dspark", "dflash"):
-        raise FormatError(f"{where}: speculators type {kind!r} is not supported: dspark and dflash are")
+        raise FormatError(f"{where}: speculators type {short(kind)} is not supported: dspark and dflash are")
     reader = Reader(where, config, top.section("transformer_layer_config"))
     facts = geometry(reader)
     block_size = reader.integer("block_size")
@@ -56,5 +56,5 @@ def _anchor_predicts(top: Reader, block_size: int) -> bool:
     except (TypeError, IndexError, KeyError):
         return False  # what vLLM and llama.cpp assume for exports without the key
     if proposed not in (block_size, block_size - 1):
-        raise FormatError(f"{top.where}: {proposed!r} speculative_tokens do not fit block_size {block_size}")
+        raise FormatError(f"{top.where}: {short(proposed)} speculative_tokens do not fit block_size {block_size}")
     return bool(proposed == block_size)

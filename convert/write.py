@@ -112,29 +112,43 @@ def _quantisable(name: str, stored: Stored, group_size: int) -> bool:
 
 
 def _quantised(name: str, checkpoint: Checkpoint, quantisation: Quantisation) -> Iterator[_Output]:
-    """Weight, scales and biases of one matrix; it is loaded once, when the first of them is written."""
+    """Weight, scales and biases of one matrix, a few rows at a time: a table may be as large as its file."""
     import mlx.core as mx
 
     stored = checkpoint.info(name)
     rows, columns = stored.shape
-    parts: dict[str, Any] = {}
+    parts: dict[str, list[bytes]] = {"scales": [], "biases": []}  # small; the weight is written before them
+
+    def write_weight(file: IO[bytes]) -> None:
+        for chunk in _row_chunks(stored):
+            quantised = mx.quantize(_as_matrix(chunk, stored), quantisation.group_size, quantisation.bits)
+            weight, scales, biases = (bytes(memoryview(mx.view(array, mx.uint8))) for array in quantised)
+            file.write(weight)
+            parts["scales"].append(scales)
+            parts["biases"].append(biases)
+        mx.clear_cache()
 
     def part(suffix: str) -> Callable[[IO[bytes]], None]:
-        def write(file: IO[bytes]) -> None:
-            if not parts:
-                weight = mx.load(str(stored.path))[checkpoint.names[name]]
-                parts.update(zip(("weight", "scales", "biases"),
-                                 mx.quantize(weight, quantisation.group_size, quantisation.bits), strict=True))
-            array = parts.pop(suffix)
-            mx.eval(array)
-            file.write(bytes(memoryview(array if suffix == "weight" else mx.view(array, mx.uint8))))
-
-        return write
+        return lambda file: file.writelines(parts.pop(suffix))
 
     stem, groups = name.removesuffix("weight"), columns // quantisation.group_size
-    yield _Output(f"{stem}weight", "U32", (rows, columns * quantisation.bits // 32), part("weight"))
+    yield _Output(f"{stem}weight", "U32", (rows, columns * quantisation.bits // 32), write_weight)
     yield _Output(f"{stem}scales", stored.dtype, (rows, groups), part("scales"))
     yield _Output(f"{stem}biases", stored.dtype, (rows, groups), part("biases"))
+
+
+def _row_chunks(stored: Stored) -> Iterator[bytes]:
+    """The bytes of a matrix in pieces of whole rows."""
+    row = stored.nbytes // stored.shape[0]
+    yield from _chunks(stored, max(1, CHUNK // row) * row)
+
+
+def _as_matrix(chunk: bytes, stored: Stored) -> Any:
+    import mlx.core as mx
+    import numpy as np
+
+    dtype = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}[stored.dtype]
+    return mx.view(mx.array(np.frombuffer(chunk, np.uint8)), dtype).reshape(-1, stored.shape[1])
 
 
 def _copier(stored: Stored) -> Callable[[IO[bytes]], None]:
@@ -209,12 +223,14 @@ def _same_bytes(one: Stored, other: Stored) -> bool:
     return all(a == b for a, b in zip(_chunks(one), _chunks(other), strict=True))
 
 
-def _chunks(stored: Stored) -> Iterator[bytes]:
+def _chunks(stored: Stored, size: int | None = None) -> Iterator[bytes]:
+    """A tensor's bytes, `size` (CHUNK unless given) at a time."""
+    size = size or CHUNK
     with stored.path.open("rb") as file:
         file.seek(stored.start)
         left = stored.nbytes
         while left:
-            chunk = file.read(min(CHUNK, left))
+            chunk = file.read(min(size, left))
             left -= len(chunk)
             yield chunk
 

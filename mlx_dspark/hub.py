@@ -9,7 +9,7 @@ from .errors import FormatError
 
 _REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # Never "*.py": code that comes with a checkpoint is not run, so it need not be here.
-_PATTERNS = ["*.json", "model*.safetensors", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja"]
+_PATTERNS = ["*.json", "README.md", "model*.safetensors", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja"]
 
 
 def resolve(name: str | Path, revision: str | None = None) -> Path:
@@ -55,13 +55,16 @@ def _download(repo: str, revision: str | None) -> Path:
         reason = ("is neither a local folder nor a Hugging Face repo you can see: check the spelling, "
                   "or run hf auth login for a private one")
     except RevisionNotFoundError:
-        reason = f"has no revision {revision!r}: check --revision"
+        reason = f"has no revision {revision!r}: check --revision and --draft-revision"
     except HFValidationError:
         reason = "is no Hugging Face repo id: give owner/name or a local folder"
     except LocalEntryNotFoundError:
-        reason = f"is not in the cache ({HF_HUB_CACHE}) and the hub cannot be reached: check the network"
-    except OSError as error:
-        reason = f"could not be downloaded ({error.strerror or type(error).__name__}): check disk and {HF_HUB_CACHE}"
-    except Exception as error:  # the HTTP client's own errors come through when there is no network
-        reason = f"could not be downloaded ({type(error).__name__}): check the network, or give a local folder"
+        reason = f"is not completely in the cache ({HF_HUB_CACHE}) and the hub cannot be reached: check the network"
+    except Exception as error:  # the disk's, or the HTTP client's own, some of which are OSErrors without a number
+        if isinstance(error, OSError) and error.strerror and not isinstance(error, ConnectionError):
+            reason = f"could not be downloaded ({error.strerror}): check disk and {HF_HUB_CACHE}"
+        else:
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            what = type(error).__name__ if status is None else f"the hub answers {status}"
+            reason = f"could not be downloaded ({what}): check the network, or give a local folder"
     raise FormatError(f"{repo} {reason}")

@@ -90,7 +90,7 @@ class BlockDraft(nn.Module):
 
     def propose(self, state: BlockState, anchor: mx.array, slots: int, pick: Pick) -> Proposal:
         """One block pass of all block_size rows, then `slots` steps of the sequential head."""
-        first = 0 if self.spec.anchor_predicts else 1
+        anchor, first = self.tables.known(anchor), 0 if self.spec.anchor_predicts else 1
         hidden = self.block_hidden(state, anchor)[:, first : first + slots]  # [B, N, D]
         return self.walk(self.tables.logits(hidden), hidden, anchor, pick)
 

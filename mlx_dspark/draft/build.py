@@ -28,7 +28,11 @@ def build_draft(
     """
     if bits not in (None, 4, 8):
         raise ValueError(f"draft_bits is {bits}: give 8 or 4")
-    draft = _KINDS[spec.kind](spec, "tables.embed_tokens.weight" in weights, "tables.lm_head.weight" in weights)
+    try:
+        draft = _KINDS[spec.kind](spec, "tables.embed_tokens.weight" in weights, "tables.lm_head.weight" in weights)
+    except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError, MemoryError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:100]
+        raise FormatError(f"{where}: its facts describe no draft that could be built ({reason})") from None
     if quantization is not None:
         nn.quantize(draft, quantization["group_size"], quantization["bits"],
                     class_predicate=lambda path, m: hasattr(m, "to_quantized") and f"{path}.scales" in weights)
@@ -40,6 +44,7 @@ def build_draft(
         nn.quantize(draft, group_size, bits, class_predicate=lambda path, m: quantisable(path, m, group_size))
     mx.eval(draft.parameters())
     check_finite(draft, where)
+    _check_mapping(draft, where)
     return draft.eval()
 
 
@@ -58,6 +63,16 @@ def check_finite(model: nn.Module, where: str) -> None:
         if not finite:
             raise FormatError(f"{where}: weight {name} holds NaN or infinity: the checkpoint is damaged, "
                               "download it again")
+
+
+def _check_mapping(draft: nn.Module, where: str) -> None:
+    """d2t must map the reduced vocabulary to distinct ids of the target: a wrong one would write out of range."""
+    if "d2t" not in draft.tables:
+        return
+    ids = (mx.arange(draft.tables.d2t.shape[0]) + draft.tables.d2t).tolist()
+    if min(ids) < 0 or max(ids) >= draft.spec.vocab_size or len(set(ids)) < len(ids):
+        raise FormatError(f"{where}: d2t does not map to distinct ids below {draft.spec.vocab_size}: "
+                          "the checkpoint is damaged, download it again")
 
 
 def _check_shapes(draft: nn.Module, weights: Mapping[str, mx.array], where: str) -> None:

@@ -12,6 +12,7 @@ from ..errors import FormatError
 
 FAMILIES = ("qwen3", "gemma4")
 KINDS = ("block", "eagle3")
+SIZE_LIMIT = 2**20  # of any width: no draft comes near it, and a larger one would ask for absurd memory
 MARKOV_TYPES = ("none", "vanilla", "gated", "rnn")
 
 
@@ -105,12 +106,18 @@ class DraftSpec:
     def check(self, where: str) -> None:
         """Raise FormatError, naming `where` and the value, if these facts cannot be a draft."""
         for problem in self._problems():
-            raise FormatError(f"{where}: {problem}")
+            raise FormatError(f"{where}: {problem[:400]}")
 
     def _problems(self) -> list[str]:
         problems = []
         if self.family not in FAMILIES or self.kind not in KINDS:
             problems.append(f"family {self.family!r}, kind {self.kind!r} is not a draft this version runs")
+        for name in ("hidden_size", "intermediate_size", "num_heads", "head_dim", "markov_rank", "block_size"):
+            if getattr(self, name) > SIZE_LIMIT:
+                problems.append(f"{name} {getattr(self, name)} is beyond anything that exists: the config is damaged")
+        if self.num_layers > 256 or self.vocab_size > 2**24:
+            problems.append(f"{self.num_layers} layers with {self.vocab_size} rows are beyond anything that exists: "
+                            "the config is damaged")
         if self.num_heads % self.num_kv_heads:
             problems.append(f"{self.num_heads} heads cannot share {self.num_kv_heads} KV heads evenly")
         if self.markov not in MARKOV_TYPES or (self.markov == "none") != (self.markov_rank == 0):
@@ -163,6 +170,9 @@ class DraftSpec:
                     values[name] = tuple(values[name])
             spec = cls(**values)
             spec.check(where)
-        except (TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
-            raise FormatError(f"{where}: its normalised facts are damaged ({error}): convert the draft again") from None
+        except FormatError:
+            raise
+        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+            raise FormatError(f"{where}: its normalised facts are damaged ({str(error)[:100]}): "
+                              "convert the draft again") from None
         return spec

@@ -24,6 +24,7 @@ class Tables(nn.Module):
 
     A head of `draft_vocab_size` rows speaks a reduced vocabulary; `d2t` [draft_vocab_size] holds the
     distance from a draft id to the target id, and `widen` spreads its logits over the target's ids.
+    The target's tables may be longer or shorter than `vocab_size` by padding; `match` says how long.
     """
 
     def __init__(self, spec: DraftSpec, own_embed: bool, own_head: bool):
@@ -36,6 +37,7 @@ class Tables(nn.Module):
         if spec.draft_vocab_size is not None:
             self.d2t = mx.zeros((spec.draft_vocab_size,), dtype=mx.int32)
         self._borrowed: TargetTables | None = None
+        self._width = spec.vocab_size
 
     @property
     def incomplete(self) -> bool:
@@ -46,9 +48,17 @@ class Tables(nn.Module):
         """Use the target's tables for those that are missing here."""
         self._borrowed = tables
 
+    def match(self, width: int) -> None:
+        """Propose logits of `width` columns, which the accept rule compares with the target's."""
+        self._width = width
+
+    def known(self, tokens: mx.array) -> mx.array:
+        """Ids of the target's padding, for which this draft has no rows, become its last row."""
+        return tokens if self._width <= self._spec.vocab_size else mx.minimum(tokens, self._spec.vocab_size - 1)
+
     def embed(self, tokens: mx.array, dtype: mx.Dtype) -> mx.array:
         """Rows of tokens [B, T], scaled -> [B, T, D]."""
-        rows = self.embed_tokens(tokens) if "embed_tokens" in self else self._borrowed.embed(tokens)
+        rows = self.embed_tokens(self.known(tokens)) if "embed_tokens" in self else self._borrowed.embed(tokens)
         rows = rows.astype(dtype)
         scale = self._spec.embed_scale
         return rows if scale == 1 else rows * mx.array(scale, dtype=dtype)  # rounded to the dtype, as in training
@@ -59,13 +69,24 @@ class Tables(nn.Module):
         if self._spec.logit_scale != 1:
             logits = logits * self._spec.logit_scale
         cap = self._spec.softcap
-        return logits if cap is None else mx.tanh(logits / cap) * cap
+        return fitted(logits if cap is None else mx.tanh(logits / cap) * cap, self._spec.head_rows)
 
     def widen(self, logits: mx.array) -> mx.array:
-        """[B, head rows] -> [B, V]; ids the draft cannot say are -inf."""
+        """[B, head rows] -> [B, target's V]; ids the draft cannot say are -inf."""
         if self._spec.draft_vocab_size is None:
-            return logits
+            return fitted(logits, self._width)
         ids = mx.arange(self._spec.draft_vocab_size) + self.d2t
         wide = mx.full((logits.shape[0], self._spec.vocab_size), -mx.inf, dtype=logits.dtype)
         wide[:, ids] = logits
-        return wide
+        return fitted(wide, self._width)
+
+
+def fitted(logits: mx.array, width: int) -> mx.array:
+    """Cut [..., columns] to `width`, or pad with -inf: what differs is padding, which nobody says."""
+    columns = logits.shape[-1]
+    if columns == width:
+        return logits
+    if columns > width:
+        return logits[..., :width]
+    padding = mx.full((*logits.shape[:-1], width - columns), -mx.inf, dtype=logits.dtype)
+    return mx.concatenate([logits, padding], axis=-1)
