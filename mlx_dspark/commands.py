@@ -59,9 +59,9 @@ def one_line(error: BaseException) -> str:
 def pair_options(function: Function) -> Function:
     """The options that name a target and its draft; `open_pair` reads them."""
     for option in reversed([
-        click.option("--model", metavar="PATH_OR_REPO", envvar="MLX_DSPARK_MODEL",
+        click.option("--model", metavar="PATH_OR_REPO", envvar="MLX_DSPARK_MODEL", show_envvar=True,
                      help="Target: folder or Hugging Face repo. Default: the small pair in the package."),
-        click.option("--draft", metavar="PATH_OR_REPO", envvar="MLX_DSPARK_DRAFT",
+        click.option("--draft", metavar="PATH_OR_REPO", envvar="MLX_DSPARK_DRAFT", show_envvar=True,
                      help="DSpark draft for the target: folder or Hugging Face repo."),
         click.option("--revision", metavar="REV", help="Revision of the target's repo."),
         click.option("--draft-revision", metavar="REV", help="Revision of the draft's repo."),

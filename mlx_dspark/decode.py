@@ -12,15 +12,15 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import mlx.core as mx
-import numpy as np
 
+from .flight import Flight, pack, unpack
 from .load import Pair
 from .sampling import Rule
 from .schedule import Policy
-from .structs import KVOptions, Proposal, Round, Schedule, Verdict
+from .structs import KVOptions, Proposal, Round, Schedule
 
 HISTORY = 256  # rounds that a policy may look back on
 CLEAR_EVERY = 256  # committed tokens between two clears of mlx's buffer cache
@@ -65,26 +65,6 @@ def decode(pair: Pair, prompt: Sequence[int], options: DecodeOptions) -> Iterato
         yield landed
 
 
-@dataclass
-class Flight:
-    """A round on its way. Settled: its rows are committed although its tokens are not read yet."""
-
-    index: int
-    start: int
-    proposal: Proposal
-    judging: mx.array | None  # random key of the accept rule
-    proposed: int = 0
-    schedule: Schedule | None = None
-    confidences: tuple[float, ...] | None = None
-    inputs: mx.array | None = None  # anchor and admitted drafts [1, rows]
-    taps: mx.array | None = None  # [1, rows, M*D]
-    verdict: Verdict | None = None
-    packed: mx.array | None = None  # all that the host reads, one int32 vector
-    settled: bool = False
-    last: bool = False  # no token is left to generate after this round
-    seconds: dict[str, float] = field(default_factory=dict)
-
-
 class Run:
     """The state of one request between rounds."""
 
@@ -102,13 +82,13 @@ class Run:
         self.anchor: mx.array | None = None  # [1]
         self.left: float = math.inf if options.max_tokens is None else options.max_tokens
         self.history: deque[Round] = deque(maxlen=HISTORY)
+        self.nothing = Proposal(mx.zeros((1, 0), dtype=mx.int32))
         self.launched = self.generated = 0
 
     def new_flight(self) -> tuple[Flight, mx.array | None]:
         """The next round, with the random key for its drafting."""
         self.key, drafting, judging = self.rule.split(self.key)
-        nothing = Proposal(mx.zeros((1, 0), dtype=mx.int32))
-        flight = Flight(self.launched, self.cache.offset, nothing, judging)
+        flight = Flight(self.launched, self.cache.offset, self.nothing, judging)
         self.launched += 1
         return flight, drafting
 
@@ -169,7 +149,8 @@ def verify(run: Run, flight: Flight) -> None:
         flight.confidences = tuple(mx.sigmoid(proposal.confidence_logits[0]).tolist())
     flight.schedule = run.policy.after(flight.proposed, flight.confidences)
     drafts = proposal.tokens[:, : flight.schedule.drafts]  # [1, N]
-    flight.inputs = mx.concatenate([run.anchor[:, None], drafts], axis=1)  # [1, N + 1]
+    anchor = run.anchor[:, None]
+    flight.inputs = mx.concatenate([anchor, drafts], axis=1) if flight.schedule.drafts else anchor  # [1, N + 1]
     verified = run.target.forward(flight.inputs, run.cache, run.taps)
     flight.taps = verified.taps
     log_q = None if proposal.log_q is None else proposal.log_q[:, : flight.schedule.drafts]
@@ -182,14 +163,9 @@ def verify(run: Run, flight: Flight) -> None:
 
 
 def submit(run: Run, flight: Flight) -> None:
-    """Pack what the host will read into one vector and start the device on it."""
-    verdict, proposal = flight.verdict, flight.proposal
-    parts = [verdict.accepted, verdict.tokens[0], proposal.tokens[0, : flight.schedule.drafts]]
-    if run.options.logprobs:
-        parts.append(mx.view(verdict.logprobs[0], mx.int32))
-    if run.options.confidences and flight.confidences is None and proposal.confidence_logits is not None:
-        parts.append(mx.view(mx.sigmoid(proposal.confidence_logits[0]), mx.int32))
-    flight.packed = mx.concatenate([part.astype(mx.int32) for part in parts])
+    """Start the device on everything that the host will read of this round."""
+    read_confidences = run.options.confidences and flight.confidences is None
+    flight.packed = pack(flight, run.options.logprobs, read_confidences)
     mx.async_eval(flight.packed)
 
 
@@ -198,29 +174,27 @@ def land(run: Run, flight: Flight) -> Round:
     if flight.verdict is None:
         verify(run, flight)
     since = time.perf_counter()
-    numbers = flight.packed.tolist()
+    outcome = unpack(flight.packed.tolist(), flight.schedule.drafts, run.options.logprobs)
     _clock(run, flight, "wait", since)
     since = time.perf_counter()
-    drafted = flight.schedule.drafts
-    accepted, tokens, drafts = numbers[0], numbers[1 : drafted + 2], numbers[drafted + 2 : 2 * drafted + 2]
-    floats = np.array(numbers[2 * drafted + 2 :], dtype=np.int32).view(np.float32).tolist()
     if not flight.settled:
-        commit(run, flight, accepted)
-    kept, finish = _cut(tokens[: accepted + 1], run.options.stop_ids, flight.last)
+        commit(run, flight, outcome.accepted)
+    kept, finish = _cut(outcome.tokens[: outcome.accepted + 1], run.options.stop_ids, flight.last)
     _clear_cache(run, kept)
     _clock(run, flight, "commit", since)
+    confidences = flight.confidences or outcome.confidences
     landed = Round(
         index=flight.index,
         start=flight.start,
-        rows=0 if flight.index == 0 else drafted + 1,
+        rows=0 if flight.index == 0 else flight.schedule.drafts + 1,
         proposed=flight.proposed,
-        drafts=tuple(drafts),
-        accepted=min(accepted, kept),
-        tokens=tuple(tokens[:kept]),
+        drafts=tuple(outcome.drafts),
+        accepted=min(outcome.accepted, kept),
+        tokens=tuple(outcome.tokens[:kept]),
         schedule=flight.schedule,
         seconds=flight.seconds,
-        logprobs=tuple(floats[:kept]) if run.options.logprobs else None,
-        confidences=flight.confidences or tuple(floats[drafted + 1 if run.options.logprobs else 0 :]) or None,
+        logprobs=None if outcome.logprobs is None else tuple(outcome.logprobs[:kept]),
+        confidences=None if confidences is None else tuple(confidences),
         finish=finish,
     )
     run.history.append(landed)
@@ -237,10 +211,9 @@ def commit(run: Run, flight: Flight, accepted: int) -> None:
 
 def advance(run: Run, flight: Flight, accepted: int) -> None:
     """The token after the accepted run becomes the next anchor."""
-    tokens = flight.verdict.tokens[0, : accepted + 1]
-    run.anchor = tokens[accepted:]
+    run.anchor = flight.verdict.tokens[:, accepted]  # [1]
     if run.seen is not None:
-        run.seen = mx.concatenate([run.seen, tokens])
+        run.seen = mx.concatenate([run.seen, flight.verdict.tokens[0, : accepted + 1]])
     run.left -= accepted + 1
     flight.last = run.left <= 0
 

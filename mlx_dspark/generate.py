@@ -321,7 +321,10 @@ def _read_prompt(text: str | None, prompt: str | None, file: str | None) -> str:
         return str(words)
     if words is None and sys.stdin.isatty():
         raise click.UsageError("no prompt: give it as an argument, with --prompt-file, or on stdin")
-    return click.get_text_stream("stdin", encoding="utf-8").read()
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError:
+        raise ValueError("stdin is not UTF-8 text: convert it first") from None
 
 
 def _read_sampling(o: Mapping[str, Any]) -> Sampling:
@@ -367,7 +370,7 @@ def _consume(chunks: Iterator[Chunk], show: Callable[[Chunk], None]) -> tuple[Ge
         return collect(iter(kept)), False
     except KeyboardInterrupt:
         if not kept:
-            raise
+            sys.exit(130)
         return collect(iter([*kept[:-1], dataclasses.replace(kept[-1], finish_reason="interrupted")])), True
 
 
@@ -387,14 +390,16 @@ class _DraftColours:
         self._decode = tokenizer.decode
 
     def show(self, chunk: Chunk) -> None:
+        """The chunk's own text; decoding tokens only places the colours."""
         landed = chunk.round
         if landed is None:
+            _show_text(chunk)
             return
-        accepted, rejected = landed.tokens[: landed.accepted], landed.drafts[landed.accepted :]
-        click.secho(self._decode(accepted), fg="green", nl=False)
-        if len(landed.tokens) > len(accepted):
-            click.secho(self._decode(rejected), fg="red", strikethrough=True, nl=False)
-            click.echo(self._decode(landed.tokens[landed.accepted :]), nl=False)
+        green = len(self._decode(landed.tokens[: landed.accepted]))
+        click.secho(chunk.text[:green], fg="green", nl=False)
+        if len(landed.tokens) > landed.accepted:
+            click.secho(self._decode(landed.drafts[landed.accepted :]), fg="red", strikethrough=True, nl=False)
+        click.echo(chunk.text[green:], nl=False)
         sys.stdout.flush()
 
 

@@ -189,6 +189,8 @@ def _load_draft(name: str | Path, target: Target, options: _DraftOptions) -> Dra
     if not is_draft(read_config(folder)):
         return _load_classic(name, folder, target, options)
     draft = read_draft(folder, options.dtype, options.bits)
+    if options.dtype == mx.float32 and options.bits is None and on_cpu():
+        _dequantise(draft)
     if {draft.dtype, target.dtype} == {mx.float16, mx.bfloat16}:
         draft.set_dtype(target.dtype)  # across the two half types a draft's proposals are worthless
     _join(target, draft, options.tokenizer)

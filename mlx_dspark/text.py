@@ -49,15 +49,15 @@ class TextStream:
     def finish(self) -> Piece:
         """Release everything held back."""
         self._detokenizer.finalize()
-        text, stopped = self._release(self._segment())
+        text, stopped = self._release(self._segment(last=True))
         return Piece(text if stopped else text + self._held, 0, stopped)
 
-    def _segment(self) -> str:
-        """New text. mlx-lm's detokenizer drops a leading space that belongs to a continued prompt."""
+    def _segment(self, last: bool = False) -> str:
+        """New text. mlx-lm's detokenizer drops a leading space, which belongs to a continued prompt."""
         segment: str = self._detokenizer.last_segment
-        if segment and not self._begun:
+        if not self._begun and (segment or last):
             self._begun = True
-            if self._tokenizer.decode(self._detokenizer.tokens).startswith(" ") and not segment.startswith(" "):
+            if self._tokenizer.decode(self._detokenizer.tokens).startswith(" " + segment):
                 return " " + segment
         return segment
 

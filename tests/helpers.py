@@ -15,16 +15,15 @@ from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model
 
 from mlx_dspark.decode import DecodeOptions, decode
-from mlx_dspark.draft import BlockDraft, DraftSpec, read_draft
-from mlx_dspark.draft.block import Tables
-from mlx_dspark.load import Pair, load
+from mlx_dspark.draft import BlockDraft, DraftSpec, TargetTables
+from mlx_dspark.load import ASSETS, Pair, load, read_draft
 from mlx_dspark.sampling import make_rule
 from mlx_dspark.schedule import make_policy
 from mlx_dspark.structs import Proposal, Round, Sampling
 from mlx_dspark.target import Target
 
 GOLDEN = Path(__file__).parent / "golden"
-HELDOUT = Path(__file__).parent / "data" / "heldout.jsonl"
+HELDOUT = ASSETS / "heldout.jsonl"
 VOCAB = 300
 WINDOW = 16
 GAMMA = 4
@@ -229,6 +228,6 @@ def untrained_draft(target: Target, seed: int = 7, **changes) -> BlockDraft:
     """A real block draft with random weights; it borrows the target's tables."""
     mx.random.seed(seed)
     draft = BlockDraft(spec_of(target, **changes), own_embed=False, own_head=False)
-    draft.borrow(Tables(target.embed, target.head))
+    draft.borrow(TargetTables(target.embed, target.head))
     mx.eval(draft.parameters())
     return draft.eval()

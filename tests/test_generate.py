@@ -676,7 +676,7 @@ BAD_DRAFTS = [
     ("missing-path", lambda tmp: tmp / "nowhere", ["nowhere does not exist"]),
     ("no-config", lambda tmp: without(copy_folder(DRAFT, tmp / "d"), "config.json"),
      ["has no config.json", "give a model folder"]),
-    ("a-target", lambda tmp: TARGET, ["'Qwen3ForCausalLM' is not a draft", "DeepSpec Qwen3DSparkModel"]),
+    ("a-target", lambda tmp: TARGET, ["['Qwen3ForCausalLM'] is not a draft", "DeepSpec Qwen3DSparkModel"]),
     ("incomplete-config", lambda tmp: copy_folder(DRAFT, tmp / "d", mask_token_id=None), ["no 'mask_token_id'"]),
     ("width", lambda tmp: GOLDEN / "qwen3_dspark_vanilla",
      ["hidden width is 64", "is 256", "use the draft made for this target"]),

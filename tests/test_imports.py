@@ -17,7 +17,7 @@ ORDER = [  # a module may import modules of earlier lines
     {"stats", "schedule"},
     {"sampling", "cache"},
     {"draft", "target"},
-    {"load"},
+    {"load", "flight"},
     {"decode"},
     {"generate"},
     {"bench"},

@@ -58,6 +58,8 @@ def target_of(kind):
 def make_draft(name, kind, prompt, text):
     if name == "adversarial":
         return Adversarial(prompt, text)
+    if name == "right":
+        return Scripted(prompt, text, (GAMMA,))
     if name == "scripted":
         return Scripted(prompt, text, LENGTHS)
     return trained_pair(kind).draft if name == "trained" else untrained_draft(target_of(kind))
@@ -104,7 +106,7 @@ def test_small_prefill_steps(kind, length):
 
 
 @pytest.mark.parametrize("kind", TARGETS)
-def test_the_prefill_step_does_not_matter_to_the_draft(kind):
+def test_a_prefill_step_other_than_that_of_plain_decoding(kind):
     check(kind, "untrained", 16, prefill_step=3)
 
 
@@ -149,6 +151,15 @@ def kv_cases():
 def test_quantised_kv(kind, draft, bits, start, length):
     plain_options = {"kv_bits": bits, "quantized_kv_start": start, "kv_group_size": 32, "prefill_step_size": 16}
     check(kind, draft, length, kv=KVOptions(bits, 32, start), prefill_step=16, plain_options=plain_options)
+
+
+@pytest.mark.parametrize("start", range(15, 23))
+@pytest.mark.parametrize("kind", ("qwen3", "llama"))
+def test_no_round_reaches_past_the_start_of_quantisation(kind, start):
+    """Drafts that are always right make the widest rounds; 2 bits show which rows saw which cache."""
+    plain_options = {"kv_bits": 2, "quantized_kv_start": start, "kv_group_size": 64}
+    rounds = check(kind, "right", 5, kv=KVOptions(2, 64, start), plain_options=plain_options)
+    assert start in [landed.start for landed in rounds]
 
 
 @pytest.mark.parametrize("kind", ("qwen3", "llama", "embedded"))  # the golden target is too sure to be moved

@@ -1,0 +1,68 @@
+"""A round on its way to the device and back: what was submitted, and the one vector that is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+from .structs import Proposal, Schedule, Verdict
+
+
+@dataclass
+class Flight:
+    """A round that has been started. Settled: its rows are committed although its tokens are not read yet."""
+
+    index: int
+    start: int
+    proposal: Proposal
+    judging: mx.array | None  # random key of the accept rule
+    proposed: int = 0
+    schedule: Schedule | None = None
+    confidences: tuple[float, ...] | None = None
+    inputs: mx.array | None = None  # anchor and admitted drafts [1, rows]
+    taps: mx.array | None = None  # [1, rows, M*D]
+    verdict: Verdict | None = None
+    packed: mx.array | None = None  # all that the host reads, one int32 vector
+    settled: bool = False
+    last: bool = False  # no token is left to generate after this round
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the host reads of a round. `tokens` is only meaningful up to the one after the accepted run."""
+
+    tokens: list[int]
+    accepted: int
+    drafts: list[int]
+    logprobs: list[float] | None
+    confidences: list[float] | None
+
+
+def pack(flight: Flight, logprobs: bool, confidences: bool) -> mx.array:
+    """Everything the host will read of a judged round, in one int32 vector (floats by their bits)."""
+    verdict, proposal, drafted = flight.verdict, flight.proposal, flight.schedule.drafts
+    parts = [verdict.tokens[0]]
+    if drafted:
+        parts += [verdict.accepted, proposal.tokens[0, :drafted]]
+    if logprobs:
+        parts.append(mx.view(verdict.logprobs[0], mx.int32))
+    if confidences and proposal.confidence_logits is not None:
+        parts.append(mx.view(mx.sigmoid(proposal.confidence_logits[0]), mx.int32))
+    return mx.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def unpack(numbers: list[int], drafted: int, logprobs: bool) -> Outcome:
+    """The inverse of `pack`."""
+    rows = drafted + 1
+    tokens, rest = numbers[:rows], numbers[rows:]
+    accepted, drafts = (rest[0], rest[1:rows]) if drafted else (0, [])
+    floats = _floats(rest[rows if drafted else 0 :])
+    return Outcome(tokens, accepted, drafts, floats[:rows] if logprobs else None,
+                   floats[rows if logprobs else 0 :] or None)
+
+
+def _floats(bits: list[int]) -> list[float]:
+    return np.array(bits, dtype=np.int32).view(np.float32).tolist() if bits else []
