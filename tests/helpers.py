@@ -16,6 +16,7 @@ from mlx_lm.utils import load_model
 
 from mlx_dspark.decode import DecodeOptions, decode
 from mlx_dspark.draft import BlockDraft, DraftSpec, TargetTables
+from mlx_dspark.draft.spec import RopeSpec
 from mlx_dspark.load import ASSETS, Pair, load, read_draft
 from mlx_dspark.sampling import make_rule
 from mlx_dspark.schedule import make_policy
@@ -217,7 +218,8 @@ def spec_of(target: Target, **changes) -> DraftSpec:
     facts = {
         "family": "qwen3", "hidden_size": target.hidden_size, "intermediate_size": 64, "num_layers": 2,
         "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "vocab_size": target.vocab_size, "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0, "attention_bias": False, "taps": (-1, 1, 2), "block_size": GAMMA, "mask_token_id": 0,
+        "kind": "block", "rope": RopeSpec(10000.0), "windows": (None, None), "causal": (False, False),
+        "taps": (-1, 1, 2), "block_size": GAMMA, "mask_token_id": 0,
         "markov": "vanilla", "markov_rank": 8, "confidence": True, "confidence_with_markov": True,
         "num_target_layers": len(target.layers),
     }  # fmt: skip
