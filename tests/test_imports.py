@@ -29,9 +29,8 @@ ORDER = [  # a module may import modules of earlier lines
     {"cli"},
     {"__main__"},
 ]
-DRAFT_ORDER = [
-    "spec", "context tables heads qwen3", "gemma4 dflash2", "backbone base", "block", "eagle3 classic", "build", "__init__"
-]  # fmt: skip
+DRAFT_ORDER = ["spec", "context tables heads qwen3", "gemma4 dflash2", "backbone base", "block", "eagle3 classic",
+               "build", "__init__"]  # fmt: skip
 # bench times plain mlx_lm; two backbones use its rotary embeddings
 USE_MLX_LM = {"target", "cache", "load", "bench", "draft.qwen3", "draft.gemma4"}
 PURE = {"errors", "structs", "stats", "text", "schedule", "schedule.policies", "commands", "cli", "draft.spec",
