@@ -42,6 +42,14 @@ class TargetCache:
                     raise CacheError(f"this model keeps its state in {type(part).__name__}, which cannot be rolled "
                                      "back after a rejected draft: use --policy plain")
 
+    def require_full(self) -> None:
+        """Raise CacheError unless rows can be dropped at any time (a window only can right after a long step)."""
+        for layer in self.layers:
+            for part in _parts(layer):
+                if _ROLLBACK.get(type(part)) is not _trim:
+                    raise CacheError(f"a draft model that keeps its state in {type(part).__name__} cannot take back "
+                                     "its drafts: use one with full attention")
+
     def room(self) -> int | None:
         """How many rows may run before the cache changes its kind (quantisation starts), None for any.
 

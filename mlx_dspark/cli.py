@@ -10,6 +10,9 @@ from .commands import SETTINGS
 
 _COMMANDS = {
     "generate": ("generate", "Write text with a target and its draft."),
+    "convert": ("convert.command", "Convert a public draft checkpoint, or look at its facts."),
+    "models": ("models", "List the targets whose drafts are known."),
+    "doctor": ("doctor", "Look at this machine, and check that a draft works for its target."),
     "bench": ("bench", "Time plain mlx_lm, our plain loop and speculation on the same prompts."),
     "calibrate": ("calibrate", "Fit the draft's confidences to what the target accepts."),
     "simulate": ("simulate", "Compare policies on cost curves of other machines."),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,15 +15,20 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 
 from .backend import BLAS_HINT, compute_dtype, on_cpu, preload_blas
-from .draft import BlockDraft, Draft, read_draft
-from .draft.block import Tables
-from .draft.files import check_finite, read_config, weight_files
-from .errors import FormatError, PairError
+from .convert import open_checkpoint
+from .convert.detect import is_draft
+from .convert.files import read_config, read_headers
+from .draft import BlockDraft, Draft, Eagle3Draft, TargetTables, build_draft
+from .draft.build import check_finite
+from .draft.classic import ClassicDraft
+from .errors import CacheError, FormatError, PairError
+from .hub import resolve
+from .pairing import check_pair, check_tokenizers, matched
+from .registry import find_target
+from .structs import KVOptions
 from .target import Target
 
 ASSETS = Path(__file__).parent / "assets" / "tiny"
-_REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_PATTERNS = ["*.json", "model*.safetensors", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ def load(
     model: folder, Hugging Face repo id, or a model that mlx-lm has loaded (then give its `tokenizer`);
         None is the small pair that comes with the package.
     draft: folder, repo id or a `Draft`; None is the embedded draft when the embedded target is used,
-        otherwise none; False is none.
+        otherwise the best one that is known for this target (see `mlx_dspark.registry`); False is none.
     dtype: auto (float32 on the CPU, else the checkpoint's own), float32, bfloat16 or float16.
     draft_bits: quantise the draft to 8 or 4 bits after loading.
 
@@ -68,62 +73,27 @@ def load(
     """
     kind = compute_dtype(dtype)
     notes = [BLAS_HINT] if preload_blas().missing and on_cpu() else []
+    folder = None
     if isinstance(model, nn.Module):
         if tokenizer is None:
             raise ValueError("a loaded model needs its tokenizer: load(model, draft, tokenizer=tokenizer)")
         target = Target(model, dict(vars(model.args)), "the loaded model")
     else:
-        target, own_tokenizer = _load_target(model or ASSETS / "target", kind, revision, notes)
+        folder = resolve(model or ASSETS / "target", revision)
+        target, own_tokenizer = _load_target(folder, str(model or folder), kind, notes)
         tokenizer = own_tokenizer if tokenizer is None else tokenizer
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
+    options = _DraftOptions(tokenizer, kind, draft_bits, draft_revision)
     if draft is None and model is None:
         draft = ASSETS / "draft"
     if draft is None:
-        notes.append(f"no draft was given for {target.name}: decoding plainly, give --draft for speculative decoding")
+        draft = _known_draft(target, folder, options, notes)
     if isinstance(draft, (str, Path)):
-        draft = _load_draft(draft, target, kind, draft_bits, draft_revision)
-    pair = Pair(target, tokenizer, draft or None, tuple(notes), _facts(target, draft or None))
-    if pair.draft is not None:
-        check_pair(pair.target, pair.draft)
-    return pair
-
-
-def check_pair(target: Target, draft: Draft) -> None:
-    """Raise PairError when the draft was made for another target; both values are named."""
-    layers = len(target.layers)
-    if draft.taps and max(draft.taps) >= layers - 1:
-        raise PairError(f"the draft taps layer {max(draft.taps)}, {target.name} has layers 0 to {layers - 1} and the "
-                        "last cannot be tapped: use the draft made for this target")
-    spec = getattr(draft, "spec", None)
-    if spec is None:
-        return
-    if spec.num_target_layers is not None and spec.num_target_layers != layers:
-        raise PairError(f"the draft was made for {spec.num_target_layers} target layers, {target.name} has {layers}: "
-                        "use the draft made for this target")
-    if target.hidden_size is not None and spec.hidden_size != target.hidden_size:
-        raise PairError(f"the draft's hidden width is {spec.hidden_size}, that of {target.name} is "
-                        f"{target.hidden_size}: use the draft made for this target")
-    if target.vocab_size is not None and spec.vocab_size != target.vocab_size:
-        raise PairError(f"the draft's vocabulary has {spec.vocab_size} rows, that of {target.name} has "
-                        f"{target.vocab_size}: use the draft made for this target")
-    if spec.mask_token_id >= spec.vocab_size:
-        raise PairError(f"the draft's mask token {spec.mask_token_id} is outside its {spec.vocab_size} rows")
-
-
-def resolve(name: str | Path, revision: str | None = None) -> Path:
-    """A local folder, or the local copy of a Hugging Face repo (downloaded if need be).
-
-    Raises FormatError with the place looked at and the remedy.
-    """
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise FormatError(f"{path} is a file: give the folder that holds config.json and the weights")
-    if not _REPO_ID.fullmatch(str(name)):
-        raise FormatError(f"{name} does not exist: give a model folder or a Hugging Face repo id (owner/name)")
-    return _download(str(name), revision)
+        draft = _load_draft(draft, target, options)
+    elif draft:
+        _join(target, draft, tokenizer)
+    return Pair(target, tokenizer, draft or None, tuple(notes), _facts(target, draft or None))
 
 
 def encode_prompt(
@@ -156,12 +126,21 @@ def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]], thinking:
     return list(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, **options))
 
 
+@dataclass(frozen=True)
+class _DraftOptions:
+    """How a draft is loaded: the target's tokenizer and the caller's wishes."""
+
+    tokenizer: TokenizerWrapper
+    dtype: mx.Dtype | None
+    bits: int | None
+    revision: str | None
+
+
 def _load_target(
-    name: str | Path, dtype: mx.Dtype | None, revision: str | None, notes: list[str]
+    folder: Path, name: str, dtype: mx.Dtype | None, notes: list[str]
 ) -> tuple[Target, TokenizerWrapper]:
-    folder = resolve(name, revision)
     config = read_config(folder)
-    weight_files(folder)  # mlx-lm reads whatever shards are there; a missing one must be named
+    read_headers(folder)  # mlx-lm reads whatever shards are there; a missing or damaged one must be named
     try:
         model, config = load_model(folder, lazy=True)
     except (ValueError, KeyError, TypeError, RuntimeError, FileNotFoundError) as error:
@@ -172,30 +151,83 @@ def _load_target(
         notes.append("quantised weights were expanded to float32: on this CPU OpenBLAS serves many rows at once, "
                      "quantised kernels go row by row")
     mx.eval(model.parameters())
-    check_finite(model, folder)
+    check_finite(model, str(folder))
     try:
-        tokenizer = load_tokenizer(folder, eos_token_ids=_as_list(config.get("eos_token_id")))
+        # False, not unset: transformers would ask on the terminal whether to run the checkpoint's code.
+        tokenizer = load_tokenizer(folder, {"trust_remote_code": False}, _as_list(config.get("eos_token_id")))
     except Exception as error:  # transformers raises anything from OSError to AttributeError here
         raise FormatError(f"{folder} has no usable tokenizer: {_first_line(error)}") from None
-    return Target(model, config, str(name)), tokenizer
+    return Target(model, config, name), tokenizer
 
 
-def _load_draft(
-    name: str | Path, target: Target, dtype: mx.Dtype | None, bits: int | None, revision: str | None
-) -> BlockDraft:
-    draft = read_draft(resolve(name, revision), dtype or _draft_dtype(target), bits)
-    if dtype == mx.float32 and bits is None and on_cpu():
-        _dequantise(draft)
-    if draft.needs_tables:
-        target.require_tables()
-        check_pair(target, draft)
-        draft.borrow(Tables(target.embed, target.head))
+def _known_draft(target: Target, folder: Path | None, options: _DraftOptions, notes: list[str]) -> Draft | None:
+    """The best draft that the registry knows and that can be had; None, with a note, is plain decoding."""
+    found = None if folder is None else find_target(target.name, folder)
+    if found is None:
+        notes.append(f"no draft was given for {target.name}: decoding plainly, give --draft for speculative decoding")
+        return None
+    known, reason = found.best()
+    if known is None:
+        notes.append(f"{found.describe()}, and {reason}: decoding plainly, give --draft to try another one")
+        return None
+    try:
+        target.start(KVOptions()).require_rollback()  # before anything is downloaded
+        pinned = dataclasses.replace(options, revision=options.revision or known.revision)
+        draft = _load_draft(known.repo, target, pinned)
+    except (FormatError, PairError, CacheError) as error:
+        notes.append(f"{found.describe()}, whose draft {known.repo} cannot be used ({_first_line(error)}): decoding "
+                     "plainly; --draft names another one")
+        return None
+    notes.append(f"{found.describe()}: using its draft {known.repo} ({known.kind}, the best one known); --draft names "
+                 "another one")
     return draft
 
 
-def _draft_dtype(target: Target) -> mx.Dtype | None:
-    """A float16 target's taps overflow nothing, but its draft must compute in the same family."""
-    return mx.float16 if target.dtype == mx.float16 else None
+def _load_draft(name: str | Path, target: Target, options: _DraftOptions) -> Draft:
+    """Any packaging of a draft checkpoint, or a whole small model."""
+    folder = resolve(name, options.revision)
+    if not is_draft(read_config(folder)):
+        return _load_classic(name, folder, target, options)
+    draft = read_draft(folder, options.dtype, options.bits)
+    if options.dtype == mx.float32 and options.bits is None and on_cpu():
+        _dequantise(draft)
+    if {draft.dtype, target.dtype} == {mx.float16, mx.bfloat16}:
+        draft.set_dtype(target.dtype)  # across the two half types a draft's proposals are worthless
+    _join(target, draft, options.tokenizer)
+    return draft
+
+
+def _join(target: Target, draft: Draft, tokenizer: Any) -> None:
+    """Check that they fit, lend the tables that the draft lacks, and agree on the width of logits."""
+    check_pair(target, draft, tokenizer)
+    tables = getattr(draft, "tables", None)
+    if tables is None:
+        return
+    if tables.incomplete:
+        target.require_tables()
+        tables.borrow(TargetTables(target.embed, target.head))
+    if target.vocab_size is not None:
+        tables.match(target.vocab_size)
+
+
+def read_draft(folder: Path, dtype: mx.Dtype | None = None, bits: int | None = None) -> BlockDraft | Eagle3Draft:
+    """A draft from a folder of any packaging; it may still need the target's tables.
+
+    dtype: cast the weights (None keeps them). bits: quantise to 8 or 4 bits. Raises FormatError.
+    """
+    checkpoint = open_checkpoint(folder)
+    files = {stored.path: mx.load(str(stored.path)) for stored in checkpoint.stored.values()}
+    weights = {name: files[checkpoint.info(name).path][stored] for name, stored in checkpoint.names.items()}
+    return build_draft(checkpoint.spec, weights, str(folder), quantization=checkpoint.quantization,
+                       dtype=dtype, bits=bits)
+
+
+def _load_classic(name: str | Path, folder: Path, target: Target, options: _DraftOptions) -> ClassicDraft:
+    model, tokenizer = _load_target(folder, str(name), options.dtype, [])
+    check_tokenizers(target, options.tokenizer, model, tokenizer)
+    if options.bits is not None:
+        nn.quantize(model.model, 64, options.bits)
+    return ClassicDraft(matched(model, target))
 
 
 def _dequantise(model: nn.Module) -> bool:
@@ -216,26 +248,6 @@ def _facts(target: Target, draft: Draft | None) -> dict[str, Any]:
         facts["gamma"] = draft.gamma
         facts["taps"] = list(draft.taps)
     return facts
-
-
-def _download(repo: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
-
-    try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=_PATTERNS))
-    except GatedRepoError:
-        raise FormatError(f"{repo} is gated: accept its terms on its page, then run hf auth login") from None
-    except RepositoryNotFoundError:
-        raise FormatError(f"{repo} is neither a local folder nor a Hugging Face repo you can see: "
-                          "check the spelling, or run hf auth login for a private one") from None
-    except RevisionNotFoundError:
-        raise FormatError(f"{repo} has no revision {revision}: check --revision") from None
-    except HFValidationError as error:
-        raise FormatError(f"{repo} is no Hugging Face repo id: {_first_line(error)}") from None
-    except Exception as error:  # no network: huggingface-hub lets its HTTP client's errors through
-        raise FormatError(f"{repo} is no local folder and could not be downloaded ({type(error).__name__}): "
-                          "check the network, or give a local folder") from None
 
 
 def _first_line(error: BaseException) -> str:

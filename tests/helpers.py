@@ -15,9 +15,9 @@ from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model
 
 from mlx_dspark.decode import DecodeOptions, decode
-from mlx_dspark.draft import BlockDraft, DraftSpec, read_draft
-from mlx_dspark.draft.block import Tables
-from mlx_dspark.load import ASSETS, Pair, load
+from mlx_dspark.draft import BlockDraft, DraftSpec, TargetTables
+from mlx_dspark.draft.spec import RopeSpec
+from mlx_dspark.load import ASSETS, Pair, load, read_draft
 from mlx_dspark.sampling import make_rule
 from mlx_dspark.schedule import make_policy
 from mlx_dspark.structs import Proposal, Round, Sampling
@@ -218,7 +218,8 @@ def spec_of(target: Target, **changes) -> DraftSpec:
     facts = {
         "family": "qwen3", "hidden_size": target.hidden_size, "intermediate_size": 64, "num_layers": 2,
         "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "vocab_size": target.vocab_size, "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0, "attention_bias": False, "taps": (-1, 1, 2), "block_size": GAMMA, "mask_token_id": 0,
+        "kind": "block", "rope": RopeSpec(10000.0), "windows": (None, None), "causal": (False, False),
+        "taps": (-1, 1, 2), "block_size": GAMMA, "mask_token_id": 0,
         "markov": "vanilla", "markov_rank": 8, "confidence": True, "confidence_with_markov": True,
         "num_target_layers": len(target.layers),
     }  # fmt: skip
@@ -229,6 +230,6 @@ def untrained_draft(target: Target, seed: int = 7, **changes) -> BlockDraft:
     """A real block draft with random weights; it borrows the target's tables."""
     mx.random.seed(seed)
     draft = BlockDraft(spec_of(target, **changes), own_embed=False, own_head=False)
-    draft.borrow(Tables(target.embed, target.head))
+    draft.borrow(TargetTables(target.embed, target.head))
     mx.eval(draft.parameters())
     return draft.eval()

@@ -6,27 +6,35 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import mlx_dspark.convert
 import pytest
 
 import mlx_dspark
 
 PACKAGE = Path(mlx_dspark.__file__).parent
+CONVERT = Path(mlx_dspark.convert.__file__).parent  # beside the package, installed as mlx_dspark.convert
 ORDER = [  # a module may import modules of earlier lines
     {"errors", "structs", "backend", "text"},
-    {"commands"},  # what all commands share; it needs click alone
-    {"stats", "schedule"},
+    {"commands", "registry", "hub"},  # click alone, or nothing
+    {"models", "stats", "schedule"},
     {"sampling", "cache"},
     {"draft", "target"},
-    {"load", "flight"},
+    {"convert", "pairing", "flight"},
+    {"load"},
     {"decode"},
     {"generate"},
     {"bench"},
+    {"selfcheck"},
+    {"doctor"},
     {"cli"},
     {"__main__"},
 ]
-DRAFT_ORDER = ["spec", "context heads", "qwen3", "block base", "files", "__init__"]
-USE_MLX_LM = {"target", "cache", "load", "bench"}  # bench times plain mlx_lm
-PURE = {"errors", "structs", "stats", "text", "schedule", "schedule.policies", "commands", "cli", "draft.spec"}
+DRAFT_ORDER = ["spec", "context tables heads qwen3", "gemma4 dflash2", "backbone base", "block", "eagle3 classic",
+               "build", "__init__"]  # fmt: skip
+# bench times plain mlx_lm; two backbones use its rotary embeddings
+USE_MLX_LM = {"target", "cache", "load", "bench", "draft.qwen3", "draft.gemma4"}
+PURE = {"errors", "structs", "stats", "text", "schedule", "schedule.policies", "commands", "cli", "draft.spec",
+        "registry", "models", "hub"}
 
 
 def run_python(*args: str) -> subprocess.CompletedProcess:
@@ -34,11 +42,12 @@ def run_python(*args: str) -> subprocess.CompletedProcess:
 
 
 def module_name(path: Path) -> str:
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    parts = path.relative_to(PACKAGE).with_suffix("").parts if path.is_relative_to(PACKAGE) else \
+        ("convert", *path.relative_to(CONVERT).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
 
-SOURCES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+SOURCES = {module_name(path): path for path in [*sorted(PACKAGE.rglob("*.py")), *sorted(CONVERT.rglob("*.py"))]}
 MODULES = sorted(SOURCES.keys() - {"__init__"})
 
 
@@ -59,7 +68,7 @@ def imported(module: str, everywhere: bool = False) -> set[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     nodes = [n for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom))] if everywhere \
         else top_level(tree.body)
-    package = ["mlx_dspark", *path.relative_to(PACKAGE).parent.parts]
+    package = ["mlx_dspark", *module.split(".")[: None if path.name == "__init__.py" else -1]]
     names = set()
     for node in nodes:
         if isinstance(node, ast.Import):

@@ -29,8 +29,7 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.utils import load_model
 
 from mlx_dspark import cache as cache_module
-from mlx_dspark.draft import read_draft
-from mlx_dspark.load import Pair
+from mlx_dspark.load import Pair, read_draft
 from mlx_dspark.structs import KVOptions, Sampling
 from mlx_dspark.target import Target
 

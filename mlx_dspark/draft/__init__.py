@@ -2,7 +2,9 @@
 
 from .base import Draft
 from .block import BlockDraft
-from .files import read_draft
+from .build import build_draft
+from .eagle3 import Eagle3Draft
 from .spec import DraftSpec
+from .tables import TargetTables
 
-__all__ = ["BlockDraft", "Draft", "DraftSpec", "read_draft"]
+__all__ = ["BlockDraft", "Draft", "DraftSpec", "Eagle3Draft", "TargetTables", "build_draft"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -10,23 +9,14 @@ import mlx.nn as nn
 
 from ..sampling import Pick
 from ..structs import Proposal
+from .backbone import Backbone
 from .context import ContextCache
+from .dflash2 import CandidateSelector
 from .heads import ConfidenceHead, Markov, make_markov
-from .qwen3 import Qwen3Backbone
 from .spec import DraftSpec
+from .tables import Tables, TargetTables
 
 FLUSH_ROWS = 256  # pending taps are turned into K/V from this many rows on, so that memory stays bounded
-
-
-@dataclass(frozen=True)
-class Tables:
-    """The target's embedding and output head, borrowed where the checkpoint carries none.
-
-    embed: tokens [B, T] -> [B, T, D]; head: hidden [B, T, D] -> logits [B, T, V].
-    """
-
-    embed: Callable[[mx.array], mx.array]
-    head: Callable[[mx.array], mx.array]
 
 
 @dataclass
@@ -46,27 +36,26 @@ class BlockState:
 
 
 class BlockDraft(nn.Module):
-    """DSpark for one target family; DFlash (DeepSpec's) is the same with the heads off.
+    """DSpark for one target family; DFlash is the same with the heads off.
 
-    own_embed, own_head: the checkpoint carries these tables; the others come from `borrow`.
+    own_embed, own_head: the checkpoint carries these tables; the others are borrowed from the target.
     """
 
-    def __init__(self, spec: DraftSpec, own_embed: bool, own_head: bool):
+    def __init__(self, spec: DraftSpec, own_embed: bool = False, own_head: bool = False):
         super().__init__()
         self.spec = spec
-        self.backbone = Qwen3Backbone(spec)
-        self.markov_head = make_markov(spec)
+        self.backbone = Backbone(spec)
+        self.tables = Tables(spec, own_embed, own_head)
+        if spec.selector is not None:
+            self.candidate_selector = CandidateSelector(spec)
+        else:
+            self.markov_head = make_markov(spec)
         if spec.confidence:
             self.confidence_head = ConfidenceHead(spec)
-        if own_embed:
-            self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
-        if own_head:
-            self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
-        self._borrowed: Tables | None = None
 
     @property
     def gamma(self) -> int:
-        return self.spec.block_size
+        return self.spec.gamma
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -80,23 +69,14 @@ class BlockDraft(nn.Module):
     def dtype(self) -> mx.Dtype:
         return self.backbone.norm.weight.dtype
 
-    @property
-    def needs_tables(self) -> bool:
-        """The checkpoint lacks the embedding or the head."""
-        return "embed_tokens" not in self or "lm_head" not in self
-
-    def borrow(self, tables: Tables) -> None:
+    def borrow(self, tables: TargetTables) -> None:
         """Use the target's tables for those the checkpoint lacks."""
-        self._borrowed = tables
+        self.tables.borrow(tables)
 
-    def embed(self, tokens: mx.array) -> mx.array:
-        """tokens [B, T] -> embeddings in the draft's dtype [B, T, D]."""
-        rows = self.embed_tokens(tokens) if "embed_tokens" in self else self._borrowed.embed(tokens)
-        return rows.astype(self.dtype)
-
-    def base_logits(self, hidden: mx.array) -> mx.array:
-        """U: hidden [B, N, D] -> [B, N, V]."""
-        return self.lm_head(hidden) if "lm_head" in self else self._borrowed.head(hidden)
+    @property
+    def sequential_head(self) -> Markov:
+        """What corrects a slot's logits for the token before it."""
+        return self.markov_head if self.spec.selector is None else self.candidate_selector
 
     def start(self) -> BlockState:
         return BlockState(self.backbone.make_cache())
@@ -110,25 +90,26 @@ class BlockDraft(nn.Module):
 
     def propose(self, state: BlockState, anchor: mx.array, slots: int, pick: Pick) -> Proposal:
         """One block pass of all block_size rows, then `slots` steps of the sequential head."""
-        hidden = self.block_hidden(state, anchor)[:, :slots]  # [B, N, D]
-        return self.walk(self.base_logits(hidden), hidden, anchor, pick)
+        anchor, first = self.tables.known(anchor), 0 if self.spec.anchor_predicts else 1
+        hidden = self.block_hidden(state, anchor)[:, first : first + slots]  # [B, N, D]
+        return self.walk(self.tables.logits(hidden), hidden, anchor, pick)
 
     def block_hidden(self, state: BlockState, anchor: mx.array) -> mx.array:
         """Hidden states of the block [anchor, mask, mask, ...] after the final norm [B, T, D]."""
         mask = mx.full((anchor.shape[0], self.spec.block_size - 1), self.spec.mask_token_id, dtype=anchor.dtype)
-        block = self.embed(mx.concatenate([anchor[:, None], mask], axis=1))  # [B, T, D]
+        block = self.tables.embed(mx.concatenate([anchor[:, None], mask], axis=1), self.dtype)  # [B, T, D]
         return self.backbone(block, self._take_context(state), state.caches)
 
     def walk(self, base: mx.array, hidden: mx.array, anchor: mx.array, pick: Pick) -> Proposal:
-        """Choose x_1..x_N left to right from base [B, N, V] plus the bias of what was chosen before."""
-        markov: Markov = self.markov_head
+        """Choose x_1..x_N left to right from base [B, N, V], corrected for what was chosen before."""
+        markov = self.sequential_head
         token, state = anchor, markov.start(hidden)
         tokens: list[mx.array] = []
         logits: list[mx.array] = []
         log_q: list[mx.array | None] = []
         for slot in range(hidden.shape[1]):
-            bias, state = markov.step(token, hidden[:, slot], state)
-            logits.append(base[:, slot] if bias is None else base[:, slot] + bias)  # [B, V]
+            corrected, state = markov.step(token, hidden[:, slot], base[:, slot], state)
+            logits.append(self.tables.widen(corrected))  # [B, V]
             token, chosen_from = pick(logits[-1], tokens)
             tokens.append(token.astype(anchor.dtype))
             log_q.append(chosen_from)

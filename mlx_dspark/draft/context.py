@@ -19,16 +19,17 @@ class ContextCache:
         self._keys: mx.array | None = None  # [B, H_kv, capacity, head_dim]
         self._values: mx.array | None = None
 
-    def write(self, keys: mx.array, values: mx.array, keep: int) -> tuple[mx.array, mx.array]:
+    def write(self, keys: mx.array, values: mx.array, keep: int, behind: int = 0) -> tuple[mx.array, mx.array]:
         """Write rows behind the context, count the first `keep` of them as context.
 
-        keys, values: [B, H_kv, T, head_dim]. Returns views of all context and block rows
-        [B, H_kv, length + T, head_dim].
+        keys, values: [B, H_kv, T, head_dim]. behind: draft rows already written there, which stay in
+        sight. Returns views of all rows [B, H_kv, length + behind + T, head_dim].
         """
-        end = self.length + keys.shape[2]
-        self._reserve(end, keys, values)
-        self._keys[..., self.length : end, :] = keys
-        self._values[..., self.length : end, :] = values
+        start = self.length + behind
+        end = start + keys.shape[2]
+        self._reserve(end, start, keys, values)
+        self._keys[..., start:end, :] = keys
+        self._values[..., start:end, :] = values
         self.length += keep
         return self._keys[..., :end, :], self._values[..., :end, :]
 
@@ -41,14 +42,14 @@ class ContextCache:
         """What must be evaluated to have the context in memory."""
         return [] if self._keys is None else [self._keys, self._values]
 
-    def _reserve(self, end: int, keys: mx.array, values: mx.array) -> None:
+    def _reserve(self, end: int, used: int, keys: mx.array, values: mx.array) -> None:
         capacity = 0 if self._keys is None else self._keys.shape[2]
         if end <= capacity:
             return
         # Growth by a quarter keeps the total copying linear in the context's length.
         capacity = -(-max(end, capacity + capacity // 4) // self.step) * self.step
-        self._keys = _grown(self._keys, self.length, capacity, keys)
-        self._values = _grown(self._values, self.length, capacity, values)
+        self._keys = _grown(self._keys, used, capacity, keys)
+        self._values = _grown(self._values, used, capacity, values)
 
 
 def _grown(old: mx.array | None, length: int, capacity: int, like: mx.array) -> mx.array:

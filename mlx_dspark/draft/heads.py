@@ -22,22 +22,22 @@ class Markov(Protocol):
         """State s_0 of a block with hidden states [B, T, D]."""
 
     def step(
-        self, token: mx.array, hidden: mx.array, state: mx.array | None
-    ) -> tuple[mx.array | None, mx.array | None]:
-        """Bias [B, V] of the slot after `token` [B] with hidden state [B, D], and the next state."""
+        self, token: mx.array, hidden: mx.array, base: mx.array, state: mx.array | None
+    ) -> tuple[mx.array, mx.array | None]:
+        """Corrected logits [B, V] of the slot after `token` [B], from its hidden state [B, D] and base logits."""
 
     def embed(self, tokens: mx.array) -> mx.array:
         """W1 rows of tokens [...] -> [..., R]."""
 
 
 class NoMarkov(nn.Module):
-    """Heads off: DFlash as DeepSpec packs it."""
+    """Heads off: DFlash."""
 
     def start(self, hidden: mx.array) -> None:
         return None
 
-    def step(self, token: mx.array, hidden: mx.array, state: None) -> tuple[None, None]:
-        return None, None
+    def step(self, token: mx.array, hidden: mx.array, base: mx.array, state: None) -> tuple[mx.array, None]:
+        return base, None
 
     def embed(self, tokens: mx.array) -> mx.array:
         raise AssertionError("rank 0 has no embedding")
@@ -49,7 +49,7 @@ class VanillaMarkov(nn.Module):
     def __init__(self, spec: DraftSpec):
         super().__init__()
         self.markov_w1 = nn.Embedding(spec.vocab_size, spec.markov_rank)
-        self.markov_w2 = nn.Linear(spec.markov_rank, spec.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(spec.markov_rank, spec.head_rows, bias=False)
 
     def embed(self, tokens: mx.array) -> mx.array:
         return self.markov_w1(tokens)
@@ -57,8 +57,8 @@ class VanillaMarkov(nn.Module):
     def start(self, hidden: mx.array) -> None:
         return None
 
-    def step(self, token: mx.array, hidden: mx.array, state: None) -> tuple[mx.array, None]:
-        return self.markov_w2(self.embed(token)), None
+    def step(self, token: mx.array, hidden: mx.array, base: mx.array, state: None) -> tuple[mx.array, None]:
+        return base + self.markov_w2(self.embed(token)), None
 
 
 class GatedMarkov(nn.Module):
@@ -67,7 +67,7 @@ class GatedMarkov(nn.Module):
     def __init__(self, spec: DraftSpec):
         super().__init__()
         self.markov_w1 = nn.Embedding(spec.vocab_size, spec.markov_rank)
-        self.markov_w2 = nn.Linear(spec.markov_rank, spec.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(spec.markov_rank, spec.head_rows, bias=False)
         self.gate_proj = nn.Linear(spec.hidden_size + spec.markov_rank, spec.markov_rank)
 
     def embed(self, tokens: mx.array) -> mx.array:
@@ -76,10 +76,10 @@ class GatedMarkov(nn.Module):
     def start(self, hidden: mx.array) -> None:
         return None
 
-    def step(self, token: mx.array, hidden: mx.array, state: None) -> tuple[mx.array, None]:
+    def step(self, token: mx.array, hidden: mx.array, base: mx.array, state: None) -> tuple[mx.array, None]:
         e = self.embed(token)  # [B, R]
         gate = mx.sigmoid(self.gate_proj(mx.concatenate([hidden, e], axis=-1)))  # [B, R]
-        return self.markov_w2(gate * e), None
+        return base + self.markov_w2(gate * e), None
 
 
 class RnnMarkov(nn.Module):
@@ -92,7 +92,7 @@ class RnnMarkov(nn.Module):
         super().__init__()
         rank = spec.markov_rank
         self.markov_w1 = nn.Embedding(spec.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, spec.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(rank, spec.head_rows, bias=False)
         self.joint_proj = nn.Linear(2 * rank + spec.hidden_size, 3 * rank)
 
     def embed(self, tokens: mx.array) -> mx.array:
@@ -102,11 +102,11 @@ class RnnMarkov(nn.Module):
         rank = self.joint_proj.bias.shape[0] // 3
         return mx.zeros((hidden.shape[0], rank), dtype=hidden.dtype)  # [B, R]
 
-    def step(self, token: mx.array, hidden: mx.array, state: mx.array) -> tuple[mx.array, mx.array]:
+    def step(self, token: mx.array, hidden: mx.array, base: mx.array, state: mx.array) -> tuple[mx.array, mx.array]:
         joint = self.joint_proj(mx.concatenate([state, self.embed(token), hidden], axis=-1))  # [B, 3R]
         gate, candidate, output = mx.split(joint, 3, axis=-1)  # [B, R] each
         gate = mx.sigmoid(gate)
-        return self.markov_w2(mx.tanh(output)), gate * state + (1 - gate) * mx.tanh(candidate)
+        return base + self.markov_w2(mx.tanh(output)), gate * state + (1 - gate) * mx.tanh(candidate)
 
 
 class ConfidenceHead(nn.Module):

@@ -1,0 +1,5 @@
+"""`python -m mlx_dspark.convert`."""
+
+from .command import main
+
+main()

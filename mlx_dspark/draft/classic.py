@@ -1,0 +1,81 @@
+"""A small whole model as draft: the classic baseline, in the same loop.
+
+Any mlx-lm model with the target's tokenizer. It needs no taps. After a proposal its cache is rolled
+back to the committed rows; those that survived come again through `observe` and are run together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from ..sampling import Pick
+from ..structs import KVOptions, Proposal, Verified
+from .block import FLUSH_ROWS
+
+CLASSIC_GAMMA = 4  # proposals per round: each is one forward of the small model
+
+
+class Model(Protocol):
+    """What is needed of a model; a `Target` is one."""
+
+    def start(self, options: KVOptions) -> Any:
+        """An empty cache."""
+
+    def forward(self, tokens: mx.array, cache: Any) -> Verified:
+        """Logits of rows [B, T]."""
+
+
+@dataclass
+class ClassicState:
+    """The small model's cache, and committed tokens that it has not seen."""
+
+    cache: Any
+    tokens: list[mx.array] = field(default_factory=list)
+
+
+class ClassicDraft:
+    """Drafts token by token with a model of its own."""
+
+    taps: tuple[int, ...] = ()
+    has_confidence = False
+
+    def __init__(self, model: Model, gamma: int = CLASSIC_GAMMA):
+        self.model, self.gamma = model, gamma
+        self.model.start(KVOptions()).require_full()
+
+    def start(self) -> ClassicState:
+        return ClassicState(self.model.start(KVOptions()))
+
+    def observe(self, state: ClassicState, tokens: mx.array, taps: mx.array | None) -> None:
+        """Queue committed tokens; a long prompt is run at once to bound the memory."""
+        state.tokens.append(tokens)
+        rows = sum(t.shape[1] for t in state.tokens)
+        if rows >= FLUSH_ROWS:
+            self.model.forward(mx.concatenate(state.tokens, axis=1), state.cache)  # its logits are never evaluated
+            state.cache.advance(rows, rows)
+            state.tokens.clear()
+            mx.async_eval(state.cache.arrays)
+
+    def propose(self, state: ClassicState, anchor: mx.array, slots: int, pick: Pick) -> Proposal:
+        """Run the pending tokens and the anchor in one forward, then one row per further slot."""
+        rows = mx.concatenate([*state.tokens, anchor[:, None]], axis=1)
+        committed = rows.shape[1] - 1
+        tokens: list[mx.array] = []
+        logits: list[mx.array] = []
+        log_q: list[mx.array | None] = []
+        for _ in range(slots):
+            logits.append(self.model.forward(rows, state.cache).logits[:, -1])  # [B, V]
+            token, chosen_from = pick(logits[-1], tokens)
+            tokens.append(token.astype(anchor.dtype))
+            log_q.append(chosen_from)
+            rows = tokens[-1][:, None]
+        state.cache.advance(committed + slots, committed)  # anchor and drafts are not committed yet
+        state.tokens.clear()
+        return Proposal(
+            tokens=mx.stack(tokens, axis=1),
+            logits=mx.stack(logits, axis=1),
+            log_q=None if log_q[0] is None else mx.stack(log_q, axis=1),
+        )
