@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlx_dspark.commands import SETTINGS, run_command
+from mlx_dspark.commands import SETTINGS, Notes, run_command
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
@@ -44,9 +43,9 @@ def command(draft: str, target: str | None, mlx_path: Path | None, quantize: boo
     drop = equal_tables(checkpoint, resolve(target)) if target else {}
     if not dry_run:
         quantisation = Quantisation(int(q_bits), int(q_group_size)) if quantize else None
-        write_draft(checkpoint, mlx_path, Source(draft, revision_of(folder) or revision), quantisation, drop, _say)
-        if sys.stderr.isatty():
-            click.echo("\r\x1b[K", err=True, nl=False)
+        source = Source(draft, revision_of(folder) or revision)
+        write_draft(checkpoint, mlx_path, source, quantisation, drop, Notes.progress)
+        Notes.progress("")
     facts = facts_of(checkpoint, drop)
     click.echo(json.dumps(facts) if as_json else _table(facts))
 
@@ -71,11 +70,6 @@ def _table(facts: dict[str, Any]) -> str:
     width = max(map(len, facts))
     return "\n".join(f"{key:<{width}}  {value if isinstance(value, str) else json.dumps(value)}"
                      for key, value in facts.items())
-
-
-def _say(name: str) -> None:
-    if sys.stderr.isatty():
-        click.echo(f"\r\x1b[K{name}", err=True, nl=False)
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -211,15 +210,10 @@ def command(policies: str, prompts: Path | None, count: int, max_tokens: int, re
 
     chosen = read_prompts(prompts or ASSETS / "heldout.jsonl", pair)
     chosen = chosen[:: max(1, len(chosen) // count)][:count]
-    document = bench(pair, chosen, policies.split(",") if pair.draft else [], max_tokens, repeats, _say_progress)
+    document = bench(pair, chosen, policies.split(",") if pair.draft else [], max_tokens, repeats, notes.progress)
     click.echo(json.dumps(document, indent=1))
     if check and not all(entry["texts_equal"]["near_ties"] for entry in document["contenders"].values()):
         raise click.ClickException("a text differs from mlx_lm's beyond a near-tie: see texts_equal")
-
-
-def _say_progress(text: str) -> None:
-    if sys.stderr.isatty():
-        click.echo(f"\r\x1b[K{text}", err=True, nl=False)
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -20,7 +19,6 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from .commands import SETTINGS, Notes, open_pair, pair_options, run_command
-from .errors import FormatError
 from .plot import check_plot, plot_reliability
 from .record import judged
 
@@ -56,28 +54,6 @@ class Calibration:
     before: Sequence[SlotMetrics]
     after: Sequence[SlotMetrics]
     held_out: Sequence[SlotMetrics] | None
-
-
-def read_calibration(path: Path, gamma: int | None = None) -> list[float]:
-    """Temperatures from a file: a JSON list, or an object with `temperatures`.
-
-    gamma: how many there must be, if that is known. Raises FormatError with the place and the remedy.
-    """
-    remedy = "run mlx_dspark.calibrate again"
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise FormatError(f"{path} is no JSON ({error}): {remedy}") from None
-    listed = document.get("temperatures") if isinstance(document, dict) else document
-    if not isinstance(listed, list) or not listed:
-        raise FormatError(f"{path} holds no list of temperatures: {remedy}")
-    for slot, value in enumerate(listed, start=1):
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not 0 < value < math.inf:
-            raise FormatError(f"{path}: the temperature of slot {slot} is {value!r}, not a positive number: {remedy}")
-    if gamma is not None and len(listed) != gamma:
-        raise FormatError(f"{path} holds {len(listed)} temperatures and the draft has {gamma} slots: {remedy}")
-    return [float(value) for value in listed]
 
 
 def collect(
@@ -207,7 +183,7 @@ def command(
         pair = open_pair(notes, **pair_fields)
         _require_confidence(pair)
         data, prompts = _prompts(data, pair)
-        collected = collect(pair, prompts, rounds, temperature, max_tokens, seed, _say_progress)
+        collected = collect(pair, prompts, rounds, temperature, max_tokens, seed, notes.progress)
         if file is not None:
             _write_record(file, collected, pair)
     result = fit(labelled(collected, pair.draft.gamma), collected.prompts)
@@ -294,11 +270,6 @@ def _cell(value: float) -> str:
 
 def _rounded(value: float) -> float | None:
     return None if math.isnan(value) else round(value, 5)
-
-
-def _say_progress(text: str) -> None:
-    if sys.stderr.isatty():
-        click.echo(f"\r\x1b[K{text}", err=True, nl=False)
 
 
 def main() -> None:

@@ -30,6 +30,12 @@ class Notes:
             click.echo(f"note: {text}", err=True)
         self._said.add(text)
 
+    @staticmethod
+    def progress(text: str) -> None:
+        """One line that the next one overwrites; an empty text clears it."""
+        if sys.stderr.isatty():
+            click.echo(f"\r\x1b[K{text}", err=True, nl=False)
+
 
 def run_command(function: Function) -> Function:
     """Turn what a user can cause into one line and exit code 1; MLX_DSPARK_DEBUG=1 shows the traceback."""

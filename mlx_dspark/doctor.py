@@ -37,11 +37,13 @@ def command(self_check: bool, max_tokens: int, as_json: bool, **pair_fields: Any
     package in this one's place.
     """
     from .backend import machine, preload_blas, require_mlx
+    from .store import stored_curves
 
     require_mlx()
     facts = machine()
     clashes = name_clashes()
-    document: dict[str, Any] = {"machine": facts, "verdict": verdict(facts, preload_blas()), "clashes": clashes}
+    document: dict[str, Any] = {"machine": facts, "verdict": verdict(facts, preload_blas()), "clashes": clashes,
+                                "cost_curves": stored_curves()}
     healthy = not clashes
     if self_check or pair_fields["model"] or pair_fields["draft"]:
         notes = Notes()
@@ -62,8 +64,8 @@ def verdict(facts: Mapping[str, Any], blas: Blas) -> str:
         return f"mlx computes on the GPU ({facts['device']}): nothing here is known to be slow."
     start = "mlx computes on the CPU, so large targets will be slow"
     if blas.path is not None:
-        return (f"{start}. With OpenBLAS in place a float32 verify forward of eight rows costs little more than one "
-                "row, so speculation pays for small targets.")
+        return (f"{start}. With OpenBLAS in place a float32 verify forward of eight rows costs far less than eight "
+                "of one row, so speculation pays for small targets.")
     hint = BLAS_HINT if blas.missing else f"no OpenBLAS is in place ({blas.reason})"
     return f"{start}, and each further row of a verify forward costs about as much as the first: {hint}."
 
@@ -148,6 +150,8 @@ def report(document: Mapping[str, Any]) -> str:
     lines = [f"{key:<{width}}  {value}" for key, value in facts.items()] + ["", document["verdict"]]
     lines += [f"failed: {clash} also brings a package {PACKAGE}: uninstall one of the two"
               for clash in document["clashes"]]
+    lines += ["", f"{len(document['cost_curves'])} stored cost curves"]
+    lines += [_curve_line(curve) for curve in document["cost_curves"]]
     pair = document.get("pair")
     if pair is not None:
         lines += ["", f"target {pair['target']}" + (f"; {pair['recognised']}" if pair["recognised"] else "")]
@@ -155,6 +159,13 @@ def report(document: Mapping[str, Any]) -> str:
             lines.append("accepted by slot: " + " ".join(f"{share:.2f}" for share in pair["accepted"]))
         lines += [f"{'ok' if check['passed'] else 'failed'}: {check['detail']}" for check in pair["checks"]]
     return "\n".join(lines)
+
+
+def _curve_line(curve: Mapping[str, Any]) -> str:
+    if curve.get("damaged"):
+        return f"damaged: {curve['file']}: remove it"
+    kind = "short" if curve["short"] else "full"
+    return f"{kind} measurement of {curve['measured']}, {curve['days']} days old: {curve['file']}"
 
 
 def main() -> None:

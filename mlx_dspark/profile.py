@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from .commands import SETTINGS, Notes, open_pair, pair_options, run_command
+from .plot import check_plot, plot_costs
 from .schedule.cost import CostCurve
 from .structs import KVOptions
 
@@ -184,22 +185,21 @@ def _read_seconds() -> float:
 @pair_options
 @click.option("--short", is_flag=True, help="The quick version that runs before first use.")
 @click.option("--json", "as_json", is_flag=True, help="Print the curve as one JSON document.")
-@click.option("--plot", type=click.Path(), help="Draw the curve into this .png or .svg file (needs matplotlib).")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw the curve: a .png or .svg file (needs matplotlib).")
 @run_command
-def command(short: bool, as_json: bool, plot: str | None, **pair_fields: Any) -> None:
+def command(short: bool, as_json: bool, plot: Path | None, **pair_fields: Any) -> None:
     """Measure what one round costs on this machine and store it for the scheduler."""
     notes = Notes()
+    if plot is not None:
+        check_plot(plot)
     pair = open_pair(notes, **pair_fields)
     from .store import save_curve
 
-    curve = measure(pair, short, say_progress)
-    path = save_curve(pair, curve)
-    if sys.stderr.isatty():
-        click.echo(f"\r\x1b[Kstored in {path}", err=True)
+    curve = measure(pair, short, notes.progress)
+    notes.progress("")
+    notes.say(f"stored in {save_curve(pair, curve)}")
     if plot is not None:
-        from .plot import draw_curve
-
-        draw_curve(curve, plot)
+        plot_costs(plot, {pair.target.name: curve})
     click.echo(json.dumps(curve.to_dict()) if as_json else table(curve))
 
 
@@ -214,12 +214,6 @@ def table(curve: CostCurve) -> str:
         lines.append(f"draft ms by proposals: {draft}")
     lines.append(f"host {1e3 * curve.host:.3f} ms a round, one more read {1e3 * curve.read:.3f} ms")
     return "\n".join(lines)
-
-
-def say_progress(text: str) -> None:
-    """Progress on a terminal's stderr."""
-    if sys.stderr.isatty():
-        click.echo(f"\r\x1b[K{text}", err=True, nl=False)
 
 
 def main() -> None:

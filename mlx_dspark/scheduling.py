@@ -63,11 +63,10 @@ def _curve(pair: Pair, profile: bool, say: Callable[[str], None]) -> tuple[CostC
 
 def _temperatures(pair: Pair) -> tuple[Sequence[float] | None, str]:
     """Those fitted here, else those the checkpoint ships, else none."""
-    from .calibrate import read_calibration
-    from .store import calibration_path
+    from .store import calibration_path, read_calibration
 
     path = calibration_path(pair)
     if path.exists():
-        return read_calibration(path), f"fitted ({path.name})"
+        return read_calibration(path, pair.draft.gamma), f"fitted ({path.name})"
     shipped = getattr(getattr(pair.draft, "spec", None), "temperatures", None)
     return (shipped, "shipped with the draft") if shipped else (None, "none")

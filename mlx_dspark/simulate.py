@@ -7,7 +7,6 @@ Nothing is measured. Content is made up, or read from rounds that `generate --re
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -183,7 +182,7 @@ def command(
     wanted = list(dict.fromkeys(policies.split(",")))
     for text in wanted:  # a wrong name costs no waiting
         make_policy(text, min(c.confidences.shape[1] for c in contents.values()), True, CostCurve({1: 1.0}))
-    found = results(curves, contents, shares, wanted, calibrate, _say_progress)
+    found = results(curves, contents, shares, wanted, calibrate, Notes.progress)
     click.echo(json.dumps([result.to_dict() for result in found]) if as_json else _report(found, contents, curves))
     if plot is not None:
         plot_policies(plot, _panels(found))
@@ -209,8 +208,8 @@ def _curves(names: Sequence[str]) -> dict[str, CostCurve]:
 def _calibrate(path: Path | None) -> Calibrate:
     if path is None:
         return tuple
-    from .calibrate import read_calibration
     from .schedule.calibration import calibrator
+    from .store import read_calibration
 
     return calibrator(read_calibration(path))
 
@@ -281,11 +280,6 @@ def _panels(found: Sequence[Result]) -> dict[str, dict[str, dict[str, float]]]:
         for result in group:
             table.setdefault(result.curve, {})[result.policy] = result.speedup_over_plain
     return panels
-
-
-def _say_progress(text: str) -> None:
-    if sys.stderr.isatty():
-        click.echo(f"\r\x1b[K{text}", err=True, nl=False)
 
 
 def main() -> None:

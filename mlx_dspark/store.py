@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
 import time
@@ -83,9 +84,45 @@ def find_curve(pair: Pair) -> CostCurve | None:
         raise FormatError(f"{path} is damaged ({error}): remove it, or run mlx_dspark profile again") from None
 
 
+def stored_curves() -> list[dict[str, Any]]:
+    """What is known of the curves in the cache folder: file, date, short or full, and their keys."""
+    found = []
+    for path in sorted((cache_folder() / "curves").glob("*.json")):
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+            about = document.get("about", {})
+            found.append({"file": str(path), "measured": about.get("measured"), "short": about.get("short"),
+                          "days": round((time.time() - path.stat().st_mtime) / 86400, 1), "key": document.get("key")})
+        except (OSError, ValueError, AttributeError):
+            found.append({"file": str(path), "damaged": True})
+    return found
+
+
 def save_curve(pair: Pair, curve: CostCurve) -> Path:
     """Store a curve with its key; an interrupted write leaves the old one."""
     return write_json(curve_path(pair), {**curve.to_dict(), "key": pair_key(pair)})
+
+
+def read_calibration(path: Path, gamma: int | None = None) -> list[float]:
+    """Temperatures from a file: a JSON list, or an object with `temperatures`.
+
+    gamma: how many there must be, if that is known. Raises FormatError with the place and the remedy.
+    """
+    remedy = "run mlx_dspark.calibrate again"
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise FormatError(f"{path} is no JSON ({error}): {remedy}") from None
+    listed = document.get("temperatures") if isinstance(document, dict) else document
+    if not isinstance(listed, list) or not listed:
+        raise FormatError(f"{path} holds no list of temperatures: {remedy}")
+    for slot, value in enumerate(listed, start=1):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not 0 < value < math.inf:
+            raise FormatError(f"{path}: the temperature of slot {slot} is {value!r}, not a positive number: {remedy}")
+    if gamma is not None and len(listed) != gamma:
+        raise FormatError(f"{path} holds {len(listed)} temperatures and the draft has {gamma} slots: {remedy}")
+    return [float(value) for value in listed]
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> Path:

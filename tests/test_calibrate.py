@@ -10,11 +10,11 @@ import pytest
 from click.testing import CliRunner, Result
 from helpers import embedded_pair, golden_pair, pair_of, prompt_of, random_tokens, tiny_model
 
-from mlx_dspark.calibrate import Calibration, Collected, _report, collect, command, fit, labelled, read_calibration
+from mlx_dspark.calibrate import Calibration, Collected, _report, collect, command, fit, labelled
 from mlx_dspark.errors import FormatError
 from mlx_dspark.record import read_recording
 from mlx_dspark.schedule.calibration import Rounds, SlotMetrics, fit_temperatures, metrics
-from mlx_dspark.store import pair_key
+from mlx_dspark.store import pair_key, read_calibration
 from mlx_dspark.structs import Round, Schedule
 
 GAMMA = 4

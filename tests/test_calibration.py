@@ -63,9 +63,12 @@ def test_metrics_equal_the_reference(name):
 
 
 def test_metrics_summarise_like_the_reference():
+    """The reference's summary weighs slots by how often they were verified."""
     found, summary = metrics(golden_rounds("all_rows")), TABLES["all_rows"]["summary"]
-    assert np.mean([slot.ece for slot in found]) == pytest.approx(summary["ece_mean"], abs=1e-6)
-    assert np.mean([slot.auc for slot in found]) == pytest.approx(summary["auc_mean"], abs=1e-6)
+    weights = [slot.count for slot in found]
+    for name in ("ece", "auc", "brier"):
+        mean = np.average([getattr(slot, name) for slot in found], weights=weights)
+        assert mean == pytest.approx(summary[f"{name}_mean"], abs=1e-6)
 
 
 def test_metrics_by_hand():
@@ -128,13 +131,13 @@ def test_each_temperature_is_the_best_of_the_grid_left_to_right(seed):
 
 @pytest.mark.parametrize("stretch", [0.7, 1.0, 1.6, 2.5])
 def test_a_known_temperature_is_found_again(stretch):
-    found = fit_temperatures(made(20000, 4, 1, stretch))
+    found = fit_temperatures(made(5000, 3, 1, stretch))
     assert found[0] == pytest.approx(stretch, rel=0.1)
     assert np.exp(np.mean(np.log(found))) == pytest.approx(stretch, rel=0.1)
 
 
 def test_scaling_lowers_the_error():
-    rounds, fresh = made(8000, 5, 2, stretch=1.6), made(8000, 5, 3, stretch=1.6)
+    rounds, fresh = made(3000, 4, 2, stretch=1.6), made(3000, 4, 3, stretch=1.6)
     temperatures = fit_temperatures(rounds)
     raw, scaled = metrics(fresh), metrics(fresh, temperatures)
     for before, after in zip(raw, scaled, strict=True):
@@ -143,7 +146,7 @@ def test_scaling_lowers_the_error():
 
 
 def test_what_is_calibrated_stays_as_it_is():
-    assert fit_temperatures(made(40000, 3, 4)) == pytest.approx([1.0] * 3, abs=0.12)
+    assert fit_temperatures(made(8000, 3, 4)) == pytest.approx([1.0] * 3, abs=0.12)
 
 
 def test_of_equally_good_temperatures_the_one_nearest_to_1_is_taken():

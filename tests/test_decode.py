@@ -16,7 +16,7 @@ from mlx_dspark.decode import CLEAR_EVERY, DecodeOptions, decode
 from mlx_dspark.draft.block import FLUSH_ROWS
 from mlx_dspark.generate import stream_generate
 from mlx_dspark.sampling import make_rule
-from mlx_dspark.schedule import make_policy
+from mlx_dspark.schedule import CostCurve, make_policy
 from mlx_dspark.structs import Proposal, Round, Sampling, Schedule, Verified
 
 EOS, WRONG, VOCAB, GAMMA = 0, 63, 64, 4
@@ -367,6 +367,34 @@ def reads_per_round(monkeypatch, pair, prompt, opts) -> list[int]:
 def test_a_round_reads_the_device_at_most(monkeypatch, pair, prompt, policy, fields, most):
     counts = reads_per_round(monkeypatch, pair, prompt, options(policy, pair.draft.gamma, max_tokens=20, **fields))
     assert len(counts) > 3 and max(counts) == most and min(counts) >= 1
+
+
+CURVE = CostCurve({n: 0.01 * (0.8 + 0.2 * n) for n in range(1, 9)}, draft={n: 0.002 for n in range(1, 8)})
+
+
+@pytest.mark.parametrize("sampling", (Sampling(), Sampling(0.8, seed=1)), ids=("greedy", "sampled"))
+@pytest.mark.parametrize("policy, most", [("lagged", 1), ("paper", 2), ("rate", 2), ("lookahead", 2), ("auto", 2)])
+def test_what_a_scheduled_round_reads(monkeypatch, pair, prompt, policy, most, sampling):
+    opts = DecodeOptions(make_rule(sampling), make_policy(policy, 7, True, CURVE), max_tokens=60)
+    counts = reads_per_round(monkeypatch, pair, prompt, opts)
+    assert max(counts) == most and len(counts) > 10
+
+
+def test_auto_saves_the_second_read_where_it_does_not_pay(monkeypatch, pair, prompt):
+    dear = dataclasses.replace(CURVE, read=1.0)  # a host read as long as a hundred forwards
+    opts = DecodeOptions(make_rule(Sampling()), make_policy("auto", 7, True, dear), max_tokens=80)
+    counts = reads_per_round(monkeypatch, pair, prompt, opts)
+    assert counts[-5:] == [1] * 5
+
+
+@pytest.mark.parametrize("policy", ("paper", "lagged", "rate", "lookahead", "auto"))
+def test_scheduled_rounds_write_the_plain_text(pair, prompt, greedy, policy):
+    opts = DecodeOptions(make_rule(Sampling()), make_policy(policy, 7, True, CURVE), max_tokens=45)
+    rounds = list(decode(pair, prompt, opts))
+    text = [token for landed in rounds for token in landed.tokens]
+    assert text == [token for landed in greedy for token in landed.tokens][:45]
+    assert len({landed.rows for landed in rounds}) > 2, "the widths must differ for this to show anything"
+    assert all(landed.schedule.expected_tokens and landed.schedule.seconds for landed in rounds[1:])
 
 
 def test_a_repetition_penalty_costs_no_host_read(monkeypatch, pair, prompt):

@@ -17,13 +17,18 @@ ORDER = [  # a module may import modules of earlier lines
     {"errors", "structs", "backend", "text"},
     {"commands", "registry", "hub"},  # click alone, or nothing
     {"models", "stats", "schedule"},
+    {"plot", "record", "store"},
     {"sampling", "cache"},
     {"draft", "target"},
     {"convert", "pairing", "flight"},
     {"load"},
     {"decode"},
+    {"profile"},
+    {"scheduling"},
     {"generate"},
     {"bench"},
+    {"simulate"},
+    {"calibrate"},
     {"selfcheck"},
     {"doctor"},
     {"cli"},
@@ -33,7 +38,7 @@ DRAFT_ORDER = ["spec", "context tables heads qwen3", "gemma4 dflash2", "backbone
                "build", "__init__"]  # fmt: skip
 # bench times plain mlx_lm; two backbones use its rotary embeddings
 USE_MLX_LM = {"target", "cache", "load", "bench", "draft.qwen3", "draft.gemma4"}
-PURE = {"errors", "structs", "stats", "text", "schedule", "schedule.policies", "commands", "cli", "draft.spec",
+PURE = {"store", "errors", "structs", "stats", "text", "schedule", "schedule.policies", "commands", "cli", "draft.spec",
         "registry", "models", "hub"}
 
 
