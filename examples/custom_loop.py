@@ -13,7 +13,7 @@ class Survival:
     """Verify slots while the chance that all drafts up to there survive is at least `level`."""
 
     name = "survival"
-    reads_confidence = True
+    reads_confidence = uses_confidence = True
 
     def __init__(self, gamma: int, level: float):
         self.gamma, self.level = gamma, level

@@ -147,9 +147,9 @@ def _load_target(
         raise FormatError(f"{folder} cannot be loaded as an mlx-lm text model: {_first_line(error)}") from None
     if dtype is not None:
         model.set_dtype(dtype)
-    if dtype == mx.float32 and on_cpu() and _dequantise(model):
-        notes.append("quantised weights were expanded to float32: on this CPU OpenBLAS serves many rows at once, "
-                     "quantised kernels go row by row")
+    if _dequantise(model, dtype):
+        notes.append("quantised weights were expanded: this CPU's quantised kernels go row by row, and are slow with "
+                     "half-precision activations")
     mx.eval(model.parameters())
     check_finite(model, str(folder))
     try:
@@ -189,8 +189,8 @@ def _load_draft(name: str | Path, target: Target, options: _DraftOptions) -> Dra
     if not is_draft(read_config(folder)):
         return _load_classic(name, folder, target, options)
     draft = read_draft(folder, options.dtype, options.bits)
-    if options.dtype == mx.float32 and options.bits is None and on_cpu():
-        _dequantise(draft)
+    if options.bits is None:
+        _dequantise(draft, options.dtype)
     if {draft.dtype, target.dtype} == {mx.float16, mx.bfloat16}:
         draft.set_dtype(target.dtype)  # across the two half types a draft's proposals are worthless
     _join(target, draft, options.tokenizer)
@@ -230,9 +230,12 @@ def _load_classic(name: str | Path, folder: Path, target: Target, options: _Draf
     return ClassicDraft(matched(model, target))
 
 
-def _dequantise(model: nn.Module) -> bool:
-    """Expand quantised weights where OpenBLAS is loaded and they fit in half of the memory."""
-    if preload_blas().path is None:
+def _dequantise(model: nn.Module, dtype: mx.Dtype | None) -> bool:
+    """Expand quantised weights on a CPU whose plain matmuls serve more rows: half types, or float32 with OpenBLAS.
+
+    Only where they fit in half of the memory.
+    """
+    if not on_cpu() or dtype is None or (dtype == mx.float32 and preload_blas().path is None):
         return False
     quantised = [m for _, m in model.named_modules() if isinstance(m, (nn.QuantizedLinear, nn.QuantizedEmbedding))]
     expanded = sum(4 * m.weight.size * 32 // m.bits for m in quantised)  # bytes of float32

@@ -163,6 +163,7 @@ class Patterned:
     """Drafts and admits as two repeating patterns say; 0 parks."""
 
     name = "patterned"
+    uses_confidence = False
 
     def __init__(self, before: Sequence[int], after: Sequence[int], reads_confidence: bool = False):
         self.reads_confidence = reads_confidence

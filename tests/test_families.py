@@ -87,6 +87,7 @@ class Parking:
     width: int
     name: str = "parking"
     reads_confidence: bool = False
+    uses_confidence: bool = False
     asked: list = field(default_factory=list)
 
     def before(self, history):
