@@ -50,8 +50,9 @@ def content_hash(model: Any) -> str:
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
-    if not hasattr(model, "parameters"):  # a classic draft wraps a whole model
-        return content_hash(model.model)
+    if not hasattr(model, "parameters"):  # a classic draft wraps a whole model, a user's own may be anything
+        inner = getattr(model, "model", None)
+        return type(model).__qualname__ if inner is None else content_hash(inner)
     digest = hashlib.sha256()
     samples = []
     for name, array in sorted(tree_flatten(model.parameters())):

@@ -137,7 +137,7 @@ def test_a_known_temperature_is_found_again(stretch):
 
 
 def test_scaling_lowers_the_error():
-    rounds, fresh = made(3000, 4, 2, stretch=1.6), made(3000, 4, 3, stretch=1.6)
+    rounds, fresh = made(6000, 4, 2, stretch=1.6), made(6000, 4, 3, stretch=1.6)
     temperatures = fit_temperatures(rounds)
     raw, scaled = metrics(fresh), metrics(fresh, temperatures)
     for before, after in zip(raw, scaled, strict=True):

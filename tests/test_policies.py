@@ -1,4 +1,4 @@
-"""Policies: names and defaults, what they ask, and that they never look ahead (see also test_schedule.py)."""
+"""Policies: names and defaults, what they ask, and that they never look ahead (see also test_causality.py)."""
 
 import itertools
 import random

@@ -2,68 +2,18 @@
 
 import itertools
 import json
-import math
-import random
 from collections import deque
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from scheduling import CONVEX, CURVES, GAMMA, MODELLED, every_curve, landed, survivals, taught, vectors
 
-from mlx_dspark.errors import FormatError
 from mlx_dspark.schedule import make_policy
 from mlx_dspark.schedule import simulate as sim
 from mlx_dspark.schedule.cost import CostCurve
 from mlx_dspark.schedule.forecast import Forecast
 from mlx_dspark.schedule.rate import PLAIN_ROUNDS, RunRate
-from mlx_dspark.structs import Round, Schedule
-
-GAMMA = 7
-MODELLED = ["paper", "lagged", "rate", "lookahead", "auto"]
-EVERY_POLICY = ["plain", "fixed:4", "threshold:0.5", *MODELLED]
-SHAPES = {
-    "flat": [1, 1.02, 1.04, 1.06, 1.08, 1.1, 1.12, 1.14],
-    "linear": [1 + 0.3 * n for n in range(8)],
-    "row-cost-1": list(range(1, 9)),
-    "stepped": [1, 1.05, 1.1, 1.15, 1.9, 1.95, 2.0, 2.05],
-    "jump-then-flat": [1, 1.9, 1.92, 1.94, 1.96, 1.98, 2.0, 2.02],
-    "dropping": [1, 1.4, 1.8, 2.2, 2.6, 3.0, 3.4, 2.0],
-}
-CURVES = {name: CostCurve(rows=dict(enumerate(map(float, costs), start=1)), draft={GAMMA: 0.2}, host=0.01)
-          for name, costs in SHAPES.items()}
-for _seed in range(3):
-    CURVES[f"random-{_seed}"] = CostCurve(
-        rows={n: 1 + 2 * random.Random(10 * _seed + n).random() for n in range(1, 9)}, draft={GAMMA: 0.1})
-CONVEX = ["flat", "linear", "row-cost-1"]  # each row costs at least as much as the one before it
-every_curve = pytest.mark.parametrize("curve", CURVES.values(), ids=CURVES)
-
-
-def taught(text, curve, rounds=40, seed=3, kind="swinging"):
-    """A policy that has seen some rounds."""
-    policy = make_policy(text, GAMMA, True, curve)
-    sim.replay(policy, sim.made_up(kind, rounds, seed), curve)
-    return policy
-
-
-def landed(index, confidences, drafts=0, accepted=0, start=0, reason=""):
-    """A finished round as the loop hands it back."""
-    return Round(index=index, start=start, rows=drafts + 1, proposed=len(confidences), drafts=(0,) * drafts,
-                 accepted=accepted, tokens=(0,) * (accepted + 1), schedule=Schedule(drafts, "", reason), seconds={},
-                 confidences=tuple(confidences))
-
-
-def survivals(confidences):
-    return list(itertools.accumulate(confidences, lambda a, c: a * c))
-
-
-def vectors(count, seed):
-    """Confidences of many kinds: even, sharp, falling."""
-    rng = np.random.default_rng(seed)
-    found = [v for _ in range(count // 4) for v in
-             (rng.random(GAMMA), rng.beta(0.5, 0.3, GAMMA), np.sort(rng.random(GAMMA))[::-1],
-              0.5 + rng.random(GAMMA) / 2)]
-    return [tuple(float(c) for c in v) for v in found]
-
 
 # Right
 
@@ -262,76 +212,6 @@ def test_the_depth_of_the_context_enters():
     deep = policy.after(GAMMA, (0.7,) * GAMMA)
     assert deep.drafts < shallow.drafts
     assert deep.seconds == pytest.approx(0.1 + curve.verify(deep.drafts + 1, 20001))
-
-
-# The cost curve
-
-
-MEASURED = CostCurve(rows={1: 1.0, 2: 1.1, 5: 1.4, 8: 2.6}, depth=512, slope={1: 1e-4, 2: 2e-4, 8: -1e-3},
-                     draft={1: 0.05, 4: 0.1, 7: 0.3}, host=0.02, read=0.03, about={"chip": "x"})
-
-
-@pytest.mark.parametrize(
-    ("rows", "seconds"),
-    [(1, 1.0), (2, 1.1), (3, 1.4), (4, 1.4), (5, 1.4), (6, 2.6), (7, 2.6), (8, 2.6), (9, 2.6), (100, 2.6)],
-)
-def test_an_unmeasured_row_count_costs_like_the_next_larger(rows, seconds):
-    assert MEASURED.verify(rows) == seconds
-    assert MEASURED.verify(rows, 512) == seconds
-    assert MEASURED.widest == 8
-
-
-@pytest.mark.parametrize(
-    ("rows", "depth", "seconds"),
-    [
-        pytest.param(1, 1512, 1.1, id="deeper"),
-        pytest.param(2, 1512, 1.3, id="own-slope"),
-        pytest.param(1, 12, 0.95, id="shallower"),
-        pytest.param(3, 1512, 1.4, id="no-slope"),
-        pytest.param(8, 1512, 2.6, id="negative-slope-is-noise"),
-    ],
-)
-def test_depth_is_a_slope_per_row_count(rows, depth, seconds):
-    assert MEASURED.verify(rows, depth) == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize(("proposals", "seconds"), [(0, 0), (1, 0.05), (2, 0.1), (4, 0.1), (5, 0.3), (7, 0.3), (9, 0.3)])
-def test_drafting_costs_like_the_next_larger_count(proposals, seconds):
-    assert MEASURED.drafting(proposals) == seconds
-    assert CostCurve(rows={1: 1.0}).drafting(proposals) == 0
-
-
-def test_a_curve_survives_json():
-    assert CostCurve.from_dict(json.loads(json.dumps(MEASURED.to_dict()))) == MEASURED
-    assert CostCurve.from_dict({"rows": {"1": 2}}) == CostCurve(rows={1: 2.0})
-
-
-@pytest.mark.parametrize(
-    "facts",
-    [
-        pytest.param({}, id="empty"),
-        pytest.param(None, id="nothing"),
-        pytest.param([], id="list"),
-        pytest.param({"rows": None}, id="no-rows"),
-        pytest.param({"rows": {"2": 1.0}}, id="no-row-1"),
-        pytest.param({"rows": {"one": 1.0}}, id="word"),
-        pytest.param({"rows": {"1": "fast"}}, id="seconds-word"),
-        pytest.param({"rows": {"1": -1.0}}, id="negative"),
-        pytest.param({"rows": {"1": math.nan}}, id="nan"),
-        pytest.param({"rows": {"1": math.inf}}, id="infinite"),
-        pytest.param({"rows": {"1": 1.0, "0": 1.0}}, id="row-0"),
-        pytest.param({"rows": {"1": None}}, id="null"),
-        pytest.param({"rows": {"1": 1.0}, "draft": {"3": -0.1}}, id="negative-draft"),
-        pytest.param({"rows": {"1": 1.0}, "slope": 3}, id="slope-number"),
-        pytest.param({"rows": {"1": 1.0}, "depth": "deep"}, id="depth-word"),
-        pytest.param({"rows": {"1": 1.0}, "host": []}, id="host-list"),
-        pytest.param({"rows": {"1": 1.0}, "about": 3}, id="about-number"),
-    ],
-)
-def test_a_damaged_curve_is_refused_in_one_line(facts):
-    with pytest.raises(FormatError, match="measure it again") as caught:
-        CostCurve.from_dict(facts)
-    assert "\n" not in str(caught.value)
 
 
 # The forecast

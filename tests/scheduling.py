@@ -1,0 +1,58 @@
+"""Curves, taught policies and confidences for the tests of the scheduler."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from mlx_dspark.schedule import make_policy
+from mlx_dspark.schedule import simulate as sim
+from mlx_dspark.schedule.cost import CostCurve
+from mlx_dspark.structs import Round, Schedule
+
+GAMMA = 7
+MODELLED = ["paper", "lagged", "rate", "lookahead", "auto"]
+EVERY_POLICY = ["plain", "fixed:4", "threshold:0.5", *MODELLED]
+SHAPES = {
+    "flat": [1, 1.02, 1.04, 1.06, 1.08, 1.1, 1.12, 1.14],
+    "linear": [1 + 0.3 * n for n in range(8)],
+    "row-cost-1": list(range(1, 9)),
+    "stepped": [1, 1.05, 1.1, 1.15, 1.9, 1.95, 2.0, 2.05],
+    "jump-then-flat": [1, 1.9, 1.92, 1.94, 1.96, 1.98, 2.0, 2.02],
+    "dropping": [1, 1.4, 1.8, 2.2, 2.6, 3.0, 3.4, 2.0],
+}
+CURVES = {name: CostCurve(rows=dict(enumerate(map(float, costs), start=1)), draft={GAMMA: 0.2}, host=0.01)
+          for name, costs in SHAPES.items()}
+for _seed in range(3):
+    CURVES[f"random-{_seed}"] = CostCurve(
+        rows={n: 1 + 2 * random.Random(10 * _seed + n).random() for n in range(1, 9)}, draft={GAMMA: 0.1})
+CONVEX = ["flat", "linear", "row-cost-1"]  # each row costs at least as much as the one before it
+every_curve = pytest.mark.parametrize("curve", CURVES.values(), ids=CURVES)
+
+
+def taught(text, curve, rounds=40, seed=3, kind="swinging"):
+    """A policy that has seen some rounds."""
+    policy = make_policy(text, GAMMA, True, curve)
+    sim.replay(policy, sim.made_up(kind, rounds, seed), curve)
+    return policy
+
+
+def landed(index, confidences, drafts=0, accepted=0, start=0, reason=""):
+    """A finished round as the loop hands it back."""
+    return Round(index=index, start=start, rows=drafts + 1, proposed=len(confidences), drafts=(0,) * drafts,
+                 accepted=accepted, tokens=(0,) * (accepted + 1), schedule=Schedule(drafts, "", reason), seconds={},
+                 confidences=tuple(confidences))
+
+
+def survivals(confidences):
+    return list(itertools.accumulate(confidences, lambda a, c: a * c))
+
+
+def vectors(count, seed):
+    """Confidences of many kinds: even, sharp, falling."""
+    rng = np.random.default_rng(seed)
+    found = [v for _ in range(count // 4) for v in
+             (rng.random(GAMMA), rng.beta(0.5, 0.3, GAMMA), np.sort(rng.random(GAMMA))[::-1],
+              0.5 + rng.random(GAMMA) / 2)]
+    return [tuple(float(c) for c in v) for v in found]
