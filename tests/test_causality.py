@@ -87,7 +87,8 @@ def text_distribution(width_of):
 
     def walk(prefix, drafts, chance):
         if not drafts or len(prefix) == 2:
-            return commit(prefix, chance)
+            commit(prefix, chance)
+            return
         kept, replacement = judged(prefix, drafts[0])
         walk(prefix + drafts[0], drafts[1:], chance * kept)
         for token, p in zip("AB", replacement, strict=True):

@@ -36,7 +36,8 @@ def test_depth_is_a_slope_per_row_count(rows, depth, seconds):
     assert MEASURED.verify(rows, depth) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize(("proposals", "seconds"), [(0, 0), (1, 0.05), (2, 0.1), (4, 0.1), (5, 0.3), (7, 0.3), (9, 0.3)])
+@pytest.mark.parametrize(
+    ("proposals", "seconds"), [(0, 0), (1, 0.05), (2, 0.1), (4, 0.1), (5, 0.3), (7, 0.3), (9, 0.3)])
 def test_drafting_costs_like_the_next_larger_count(proposals, seconds):
     assert MEASURED.drafting(proposals) == seconds
     assert CostCurve(rows={1: 1.0}).drafting(proposals) == 0

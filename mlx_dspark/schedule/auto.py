@@ -23,7 +23,7 @@ FIRST_GAIN = 0.3  # tokens per round gained by drafting, before it is known
 PAUSE_LIMIT = 256  # rounds; a run never stops looking altogether
 GAIN_MEMORY = 0.02
 PROBE_MEMORY = 0.995
-READ_MEMORY = 0.02
+READ_MEMORY = 0.01
 
 
 class Mean:
@@ -47,16 +47,16 @@ class Auto(Lookahead):
         self._probing = False
         self._changes, self._watched = 1.0, 8.0  # changes noticed in how many parked rounds (a prior of one in eight)
         self._gain = FIRST_GAIN
-        # Tokens per round gained by reading its confidences, after a round below and above average: see `drafting_value`.
+        # Tokens gained by reading a round's confidences, after a round below and one above average.
         self._insight = {False: Mean(), True: Mean()}
-        self._follow = False
+        self._follow = False  # a probe paid: draft once more
         self._why = "warming up"
 
     @property
     def reads_confidence(self) -> bool:
         """Only while looking into the round pays for the read."""
         insight = self._insight[self.forecast.high]
-        return not insight.count or insight.value > self.price() * self.curve.read
+        return not insight.count or max(0.0, insight.value) >= self.price() * self.curve.read
 
     def before(self, history: Sequence[Round]) -> int:
         """Draft, park, or probe."""

@@ -63,6 +63,7 @@ class Lookahead:
         self.rate = RunRate()
         self.depth = 0
         self._learned = -1
+        self._verify = self._table()
         self._renew()
 
     @property
@@ -121,11 +122,11 @@ class Lookahead:
         for landed in reversed(fresh):
             self._learned = landed.index
             self.depth = landed.start + len(landed.tokens)
+            self._renew()
             if landed.rows == 0:
                 continue
-            self._renew()
             self.rate.add(len(landed.tokens), self.seconds(landed.proposed, landed.rows - 1))
-            self._price = self.rate.value(self.seconds(0, 0))
+            self._renew()
             if landed.confidences:
                 self.learn_confidences(self.calibrate(landed.confidences)[: self.gamma], landed)
 
@@ -145,10 +146,13 @@ class Lookahead:
         """lambda."""
         return self._price
 
+    def _table(self) -> list[float]:
+        return [self.curve.verify(rows, self.depth or None) for rows in range(1, self.gamma + 2)]
+
     def _renew(self) -> None:
         """What is asked many times a round and changes once: the costs at the present depth, and lambda."""
-        if not hasattr(self, "_verify") or self.curve.slope:
-            self._verify = [self.curve.verify(rows, self.depth or None) for rows in range(1, self.gamma + 2)]
+        if self.curve.slope:
+            self._verify = self._table()
         self._price = self.rate.value(self.seconds(0, 0))
 
     def _continuation(self, slot: int, survival: float, beyond: Sequence[float]) -> float:
