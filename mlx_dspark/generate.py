@@ -10,15 +10,15 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from .commands import SETTINGS, Notes, open_pair, pair_options, run_command
 from .stats import Statistics
 from .structs import KVOptions, Round, Sampling
+from .terminal import DraftColours, open_record, read_prompt, recorded, show_nothing, show_text
 
 if TYPE_CHECKING:
     from .decode import DecodeOptions
@@ -269,9 +269,9 @@ def command(text: str | None, prompt: str | None, prompt_file: str | None, **o: 
     """
     notes = Notes()
     _refuse_clashes(o)
-    words = _read_prompt(text, prompt, prompt_file)
+    words = read_prompt(text, prompt, prompt_file)
     sampling, kv = _read_sampling(o), KVOptions(o["kv_bits"], o["kv_group_size"], o["quantized_kv_start"])
-    with _open_record(o["record"]) as record:
+    with open_record(o["record"]) as record:
         names = ("model", "draft", "revision", "draft_revision", "dtype", "draft_bits")
         pair = open_pair(notes, plain=o["policy"] == "plain", **{name: o[name] for name in names})
         ids = encode_prompt_for(pair, words, o)
@@ -281,11 +281,11 @@ def command(text: str | None, prompt: str | None, prompt_file: str | None, **o: 
             prefill_step=o["prefill_step_size"], profile=not o["no_profile"], say=notes.say,
         )
         if record is not None:
-            chunks = _recorded(chunks, record)
-        show = _show_nothing if o["as_json"] else _show_text
+            chunks = recorded(chunks, record)
+        show = show_nothing if o["as_json"] else show_text
         if o["show_drafts"]:
             if sys.stdout.isatty():
-                show = _DraftColours(pair.tokenizer).show
+                show = DraftColours(pair.tokenizer).show
             else:
                 notes.say("--show-drafts colours need a terminal on stdout: writing plain text")
         generation, interrupted = _consume(chunks, show)
@@ -313,30 +313,6 @@ def _refuse_clashes(o: Mapping[str, Any]) -> None:
         raise click.UsageError("--logprobs are part of the JSON document: add --json")
 
 
-def _read_prompt(text: str | None, prompt: str | None, file: str | None) -> str:
-    given = [name for name, value in (("PROMPT", text), ("--prompt", prompt), ("--prompt-file", file))
-             if value is not None]
-    if len(given) > 1:
-        raise click.UsageError(f"{' and '.join(given)} exclude each other: give one prompt")
-    if file is not None:
-        try:
-            with open(file, encoding="utf-8") as stream:
-                return stream.read()
-        except UnicodeDecodeError:
-            raise ValueError(f"{file} is not UTF-8 text: convert it first") from None
-        except OSError as error:
-            raise ValueError(f"the prompt file {file} cannot be read: {error.strerror}") from None
-    words = text if text is not None else prompt
-    if words not in (None, "-"):
-        return str(words)
-    if words is None and sys.stdin.isatty():
-        raise click.UsageError("no prompt: give it as an argument, with --prompt-file, or on stdin")
-    try:
-        return sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError:
-        raise ValueError("stdin is not UTF-8 text: convert it first") from None
-
-
 def _read_sampling(o: Mapping[str, Any]) -> Sampling:
     bias = {}
     for item in o["logit_bias"]:
@@ -348,26 +324,6 @@ def _read_sampling(o: Mapping[str, Any]) -> Sampling:
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "repetition_context_size",
              "presence_penalty", "frequency_penalty", "seed")
     return Sampling(logit_bias=bias, **{name: o[name] for name in names})
-
-
-def _open_record(path: str | None) -> Any:
-    """The record file, opened before any work so that a bad path costs nothing."""
-    if path is None:
-        return nullcontext()
-    try:
-        return open(path, "a", encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"the record file {path} cannot be written: {error.strerror}") from None
-
-
-def _recorded(chunks: Iterator[Chunk], file: IO[str]) -> Iterator[Chunk]:
-    """Write a line about the run, then one per round."""
-    for number, chunk in enumerate(chunks):
-        if number == 0:
-            file.write(json.dumps({"run": {"prompt_tokens": chunk.stats.prompt_tokens, **chunk.stats.facts}}) + "\n")
-        if chunk.round is not None:
-            file.write(json.dumps(chunk.round.to_dict()) + "\n")
-        yield chunk
 
 
 def _consume(chunks: Iterator[Chunk], show: Callable[[Chunk], None]) -> tuple[Generation, bool]:
@@ -382,35 +338,6 @@ def _consume(chunks: Iterator[Chunk], show: Callable[[Chunk], None]) -> tuple[Ge
         if not kept:
             sys.exit(130)
         return collect(iter([*kept[:-1], dataclasses.replace(kept[-1], finish_reason="interrupted")])), True
-
-
-def _show_nothing(chunk: Chunk) -> None:
-    pass
-
-
-def _show_text(chunk: Chunk) -> None:
-    click.echo(chunk.text, nl=False)
-    sys.stdout.flush()
-
-
-class _DraftColours:
-    """Accepted drafts green, the target's own tokens plain, rejected drafts red and struck through."""
-
-    def __init__(self, tokenizer: Any):
-        self._decode = tokenizer.decode
-
-    def show(self, chunk: Chunk) -> None:
-        """The chunk's own text; decoding tokens only places the colours."""
-        landed = chunk.round
-        if landed is None:
-            _show_text(chunk)
-            return
-        green = len(self._decode(landed.tokens[: landed.accepted]))
-        click.secho(chunk.text[:green], fg="green", nl=False)
-        if len(landed.tokens) > landed.accepted:
-            click.secho(self._decode(landed.drafts[landed.accepted :]), fg="red", strikethrough=True, nl=False)
-        click.echo(chunk.text[green:], nl=False)
-        sys.stdout.flush()
 
 
 def main() -> None:

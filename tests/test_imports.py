@@ -17,7 +17,7 @@ ORDER = [  # a module may import modules of earlier lines
     {"errors", "structs", "backend", "text"},
     {"commands", "registry", "hub"},  # click alone, or nothing
     {"models", "stats", "schedule"},
-    {"plot", "record", "store"},
+    {"plot", "record", "store", "terminal"},
     {"sampling", "cache"},
     {"draft", "target"},
     {"convert", "pairing", "flight"},
