@@ -109,8 +109,9 @@ def stream_generate(
     limit = _limit(len(ids), max_tokens, pair.target.context)
     from .scheduling import policy_for
 
-    chosen, facts = policy_for(pair, policy, profile, say)
-    options = _options(pair, sampling or Sampling(), chosen, limit, kv or KVOptions(), prefill_step, logits_processors,
+    sampling = sampling or Sampling()
+    chosen, facts = policy_for(pair, policy, profile, say, remember=sampling.greedy)
+    options = _options(pair, sampling, chosen, limit, kv or KVOptions(), prefill_step, logits_processors,
                        logprobs=logprobs, confidences=confidences, timing=timing)
     return _stream(pair, ids, options, tuple(stop), facts)
 

@@ -5,27 +5,41 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .errors import CacheError
 from .schedule import CostCurve, Policy, make_policy, needs_costs
 from .schedule.calibration import calibrator
+from .schedule.rate import Lookahead
 
 if TYPE_CHECKING:
     from .load import Pair
 
 NO_PROFILE_VARIABLE = "MLX_DSPARK_NO_PROFILE"
 
-_known: dict[tuple[int, int], CostCurve] = {}  # curves of the pairs in memory, so that files are read once
+
+@dataclass
+class Memory:
+    """What this process knows of a pair: its curve, and the policy of the last run by name.
+
+    It hangs on the target and holds the draft, so that it lives and dies with them.
+    """
+
+    draft: Any
+    curve: CostCurve | None = None
+    policies: dict[str, Lookahead] = field(default_factory=dict)
 
 
 def policy_for(
-    pair: Pair, text: str | None, profile: bool = True, say: Callable[[str], None] = lambda text: None
+    pair: Pair, text: str | None, profile: bool = True, say: Callable[[str], None] = lambda text: None,
+    remember: bool = False,
 ) -> tuple[Policy, dict[str, Any]]:
     """The policy named `text` (None: the default) and what it was built from, for the statistics.
 
     profile: measure the costs of this machine when none are stored; MLX_DSPARK_NO_PROFILE=1 also refrains.
-    say: told once when something was measured or done without.
+    say: told once when something was measured or done without. remember: start from what earlier runs of
+        this pair learned in this process; not for sampled runs, whose text would then depend on them.
     Raises ValueError for an unknown name, or for a policy whose costs may not be measured.
     """
     gamma, has_confidence = (pair.draft.gamma, pair.draft.has_confidence) if pair.draft is not None else (0, False)
@@ -34,14 +48,24 @@ def policy_for(
     curve, origin = _curve(pair, profile and not os.environ.get(NO_PROFILE_VARIABLE), say)
     temperatures, calibration = _temperatures(pair)
     policy = make_policy(text, gamma, has_confidence, curve, calibrator(temperatures))
+    if remember and isinstance(policy, Lookahead):
+        policies = _memory(pair).policies
+        if policy.name in policies:
+            policy.inherit(policies[policy.name])
+        policies[policy.name] = policy
     return policy, {"costs": origin, "calibration": calibration}
+
+
+def _memory(pair: Pair) -> Memory:
+    memories: dict[int, Memory] = pair.target.__dict__.setdefault("memories", {})
+    return memories.setdefault(id(pair.draft), Memory(pair.draft))
 
 
 def _curve(pair: Pair, profile: bool, say: Callable[[str], None]) -> tuple[CostCurve | None, str]:
     from .store import find_curve, save_curve
 
-    key = (id(pair.target.model), id(pair.draft))
-    curve = _known.get(key) or find_curve(pair)
+    memory = _memory(pair)
+    curve = memory.curve or find_curve(pair)
     if curve is None and not profile:
         say("no costs are stored for this pair and machine: drafting a fixed width, run mlx_dspark profile once")
         return None, "none stored"
@@ -56,7 +80,7 @@ def _curve(pair: Pair, profile: bool, say: Callable[[str], None]) -> tuple[CostC
             return None, str(error)
         where = save_curve(pair, curve)
         say(f"measured what rounds cost here in {time.perf_counter() - since:.1f} s and stored it in {where}")
-    _known[key] = curve
+    memory.curve = curve
     kind = "short measurement" if curve.about.get("short") else "measurement"
     return curve, f"{kind} of {curve.about.get('measured', 'unknown date')}"
 

@@ -370,7 +370,7 @@ def test_a_round_reads_the_device_at_most(monkeypatch, pair, prompt, policy, fie
     assert len(counts) > 3 and max(counts) == most and min(counts) >= 1
 
 
-CURVE = CostCurve({n: 0.01 * (0.8 + 0.2 * n) for n in range(1, 9)}, draft={n: 0.002 for n in range(1, 8)})
+CURVE = CostCurve({n: 0.01 * (0.8 + 0.2 * n) for n in range(1, 9)}, draft=dict.fromkeys(range(1, 8), 0.002))
 
 
 @pytest.mark.parametrize("sampling", (Sampling(), Sampling(0.8, seed=1)), ids=("greedy", "sampled"))

@@ -733,7 +733,7 @@ def test_errors_have_their_own_classes(tmp_path):
 
 BAD_OPTIONS = [
     ("empty-prompt", [""], ["the prompt is empty", "give some text"]),
-    ("unknown-policy", ["a", "--policy", "fast"], ["'fast'", "plain, fixed:N, threshold:X, paper, lagged, rate, lookahead, auto"]),
+    ("unknown-policy", ["a", "--policy", "fast"], ["'fast'", "plain, fixed:N, threshold:X, paper"]),
     ("policy-too-wide", ["a", "--policy", "fixed:99"], ["'fixed:99'", "1 to 7"]),
     ("policy-without-draft", ["a", "--policy", "fixed", "--model", str(TARGET)], ["'fixed'", "give --draft"]),
     ("prompt-too-long", ["word " * 3000], ["the context 2048", "shorten the prompt"]),

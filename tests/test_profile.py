@@ -21,7 +21,7 @@ from mlx_dspark.target import Target
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.delenv(scheduling.NO_PROFILE_VARIABLE, raising=False)
-    monkeypatch.setattr(scheduling, "_known", {})
+    embedded_pair().target.__dict__.pop("memories", None)
     return tmp_path / "cache"
 
 
@@ -97,7 +97,7 @@ def test_first_use_measures_once_stores_and_says_so(own_cache, short_curve, monk
     policy, facts = scheduling.policy_for(embedded_pair(), None, say=said.append)
     assert isinstance(policy, Auto) and calls == [True] and facts["costs"].startswith("short measurement")
     assert re.search(r"measured what rounds cost here in .* s and stored it in ", said[0])
-    monkeypatch.setattr(scheduling, "_known", {})  # another process
+    del embedded_pair().target.memories  # another process
     scheduling.policy_for(embedded_pair(), "lookahead", say=said.append)
     assert calls == [True] and len(said) == 1
     stored = json.loads(next((own_cache / "curves").iterdir()).read_text())
@@ -118,6 +118,17 @@ def test_no_profile_refrains(refrain, monkeypatch, own_cache):
 def test_a_pair_without_a_draft_measures_nothing():
     pair = pair_of(build_model("qwen3"), None)
     assert scheduling.policy_for(pair, None)[0].name == "plain"
+
+
+def test_a_greedy_run_starts_from_what_the_last_one_learned_and_a_sampled_one_does_not(short_curve):
+    store.save_curve(embedded_pair(), short_curve)
+    first, _ = scheduling.policy_for(embedded_pair(), "auto", remember=True)
+    first.forecast.observe([0.9] * 7)
+    first.rate.add(50, 1.0)
+    again, _ = scheduling.policy_for(embedded_pair(), "auto", remember=True)
+    assert again is not first and again.forecast.means == first.forecast.means and again.forecast.rounds == 1
+    fresh, _ = scheduling.policy_for(embedded_pair(), "auto")
+    assert fresh.forecast.rounds == 0
 
 
 def test_the_key_tells_models_apart():

@@ -11,6 +11,7 @@ this round's confidences has been worth more than that, compared with deciding b
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 
@@ -18,7 +19,9 @@ from ..structs import Round, Schedule
 from .cost import CostCurve
 from .rate import Calibrate, Lookahead
 
-WARM_UP = 8  # rounds drafted before anything is parked
+WARM_UP = 8  # rounds drafted before anything is parked, while an optimist would
+OPTIMISM = 0.35  # added to every expected confidence before the first round, less with every round seen
+STAKE = 0.01  # share of the run's tokens that probing may cost, when drafting has earned nothing
 FIRST_GAIN = 0.3  # tokens per round gained by drafting, before it is known
 PAUSE_LIMIT = 256  # rounds; a run never stops looking altogether
 GAIN_MEMORY = 0.02
@@ -52,6 +55,13 @@ class Auto(Lookahead):
         self._follow = False  # a probe paid: draft once more
         self._why = "warming up"
 
+    def inherit(self, other: Lookahead) -> None:
+        """Start from what an earlier run of the same pair learned."""
+        super().inherit(other)
+        if isinstance(other, Auto):
+            self._changes, self._watched, self._gain = other._changes, other._watched, other._gain
+            self._insight = {high: copy.copy(mean) for high, mean in other._insight.items()}
+
     @property
     def reads_confidence(self) -> bool:
         """Only while looking into the round pays for the read."""
@@ -60,18 +70,18 @@ class Auto(Lookahead):
 
     def before(self, history: Sequence[Round]) -> int:
         """Draft, park, or probe."""
-        self.learn(history)
-        self.forecast.pass_round()
+        self.begin(history)
         self._probing = False
-        if self.forecast.rounds < WARM_UP:
+        expected = self.forecast.expected()
+        value = self.drafting_value(expected)
+        if self.forecast.rounds < WARM_UP and self.drafting_value(self._hoped(expected)) > 0:
             return self._draft("warming up")
-        value = self.drafting_value(self.forecast.expected())
         if value > 0:
             return self._draft("drafting pays")
         if self._follow:
             self._follow = False
             return self._draft("the probe paid")
-        if self._parked + 1 >= self.pause():
+        if self._parked + 1 >= self.pause() and self._may_lose(self.price() * self.curve.drafting(self.gamma) + 1):
             self._probing = True
             return self._draft("probe")
         self._parked += 1
@@ -96,6 +106,15 @@ class Auto(Lookahead):
         _, width, _ = self.best_prefix(confidences)
         extra = max(0.0, self._insight[self.forecast.high].value - self.price() * self.curve.read)
         return self._gained(confidences, width) + extra - self.price() * self.curve.drafting(self.gamma)
+
+    def _hoped(self, expected: Sequence[float]) -> list[float]:
+        """Confidences that the few rounds seen so far do not rule out."""
+        hope = OPTIMISM / math.sqrt(self.forecast.rounds + 1)
+        return [min(0.97, confidence + hope) for confidence in expected]
+
+    def _may_lose(self, tokens: float) -> bool:
+        """Whether losing this much leaves the run ahead of plain decoding, or behind by the stake at most."""
+        return self.lead - tokens >= -STAKE * self.tokens
 
     def pause(self) -> float:
         """Rounds between two probes of a parked run."""

@@ -149,7 +149,7 @@ def _auc(predicted: np.ndarray, label: np.ndarray) -> float:
 
 def _sigmoid(logits: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
-        return 1 / (1 + np.exp(-logits))
+        return np.asarray(1 / (1 + np.exp(-logits)))
 
 
 def _scale(confidence: float, temperature: float) -> float:

@@ -40,6 +40,11 @@ class CostCurve:
             for count, seconds in getattr(self, name).items():
                 if not (isinstance(count, int) and count >= 1 and 0 <= seconds < math.inf):
                     raise FormatError(f"a cost curve has {name}[{count!r}] = {seconds!r}: measure it again")
+        for name, value in (("host", self.host), ("read", self.read)):
+            if not 0 <= value < math.inf:
+                raise FormatError(f"a cost curve has {name} = {value!r} seconds: measure it again")
+        if not all(map(math.isfinite, self.slope.values())):
+            raise FormatError(f"a cost curve has the slope {dict(self.slope)!r}: measure it again")
 
     @property
     def widest(self) -> int:
@@ -78,7 +83,7 @@ class CostCurve:
                       ("rows", "slope", "draft")}
             return cls(depth=int(facts.get("depth", 0)), host=float(facts.get("host", 0)),
                        read=float(facts.get("read", 0)), about=dict(facts.get("about", {})), **tables)
-        except (AttributeError, TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError, OverflowError) as error:
             if isinstance(error, FormatError):
                 raise
             raise FormatError(f"a stored cost curve is damaged ({error}): measure it again") from None

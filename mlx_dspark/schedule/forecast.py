@@ -7,6 +7,7 @@ a round it is estimated from the slots seen so far, shrunk by how noisy they are
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 MEMORY = 0.005  # weight of one more round in a slot's mean, once there are many
@@ -34,6 +35,13 @@ class Forecast:
     def high(self) -> bool:
         """Whether the last observed round was above average."""
         return self._shared > 0
+
+    def for_another_text(self) -> Forecast:
+        """A copy for a new run: what slots are like stays, what the last round was like does not."""
+        other = copy.copy(self)
+        other.means = list(self.means)
+        other._shared, other.age = 0.0, 0
+        return other
 
     def pass_round(self) -> None:
         """One more round goes by, observed or not."""

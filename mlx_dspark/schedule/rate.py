@@ -13,6 +13,7 @@ Only c_1..c_j and past rounds enter, so the admission of x_j does not depend on 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 
@@ -63,6 +64,8 @@ class Lookahead:
         self.rate = RunRate()
         self.depth = 0
         self._learned = -1
+        self._begun = self._observed = 0
+        self.tokens, self.lead = 0, 0.0  # committed, and how many more than plain decoding in the same seconds
         self._verify = self._table()
         self._renew()
 
@@ -71,10 +74,15 @@ class Lookahead:
         """Whether this round's confidences are read before verifying."""
         return True
 
+    def inherit(self, other: Lookahead) -> None:
+        """Start from what an earlier run of the same pair learned."""
+        self.forecast = other.forecast.for_another_text()
+        self.rate = copy.copy(other.rate)
+        self._renew()
+
     def before(self, history: Sequence[Round]) -> int:
         """Learn from rounds that ended since, then draft."""
-        self.learn(history)
-        self.forecast.pass_round()
+        self.begin(history)
         return self.gamma
 
     def after(self, proposed: int, confidences: Sequence[float] | None) -> Schedule:
@@ -116,6 +124,12 @@ class Lookahead:
             tokens += survival
         return Schedule(width, self.name, reason, tokens, self.seconds(proposed, width))
 
+    def begin(self, history: Sequence[Round]) -> None:
+        """A round begins: learn from those that landed, and count how long ago the last one seen was."""
+        self._begun += 1  # the index that this round will have
+        self.learn(history)
+        self.forecast.age = self._begun - self._observed
+
     def learn(self, history: Sequence[Round]) -> None:
         """Take in the rounds that were not seen before; a round still in flight comes later."""
         fresh = list(takewhile(lambda landed: landed.index > self._learned, reversed(history)))
@@ -125,9 +139,13 @@ class Lookahead:
             self._renew()
             if landed.rows == 0:
                 continue
-            self.rate.add(len(landed.tokens), self.seconds(landed.proposed, landed.rows - 1))
+            seconds = self.seconds(landed.proposed, landed.rows - 1)
+            self.rate.add(len(landed.tokens), seconds)
+            self.tokens += len(landed.tokens)
+            self.lead += len(landed.tokens) - seconds / self.seconds(0, 0)
             self._renew()
             if landed.confidences:
+                self.forecast.age, self._observed = landed.index - self._observed, landed.index
                 self.learn_confidences(self.calibrate(landed.confidences)[: self.gamma], landed)
 
     def learn_confidences(self, confidences: Sequence[float], landed: Round) -> None:

@@ -107,7 +107,7 @@ def hindsight_rate(content: Content, curve: CostCurve) -> float:
     return float(rate)
 
 
-def _rows(content: Content) -> Iterator[tuple[Sequence[float], Sequence[bool]]]:
+def _rows(content: Content) -> Iterator[tuple[tuple[float, ...], Sequence[bool]]]:
     return zip(map(tuple, content.confidences.tolist()), content.passes.tolist(), strict=True)
 
 
