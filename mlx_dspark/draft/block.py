@@ -16,7 +16,7 @@ from .heads import ConfidenceHead, Markov, make_markov
 from .spec import DraftSpec
 from .tables import Tables, TargetTables
 
-FLUSH_ROWS = 256  # pending taps are turned into K/V from this many rows on, so that memory stays bounded
+FLUSH_ROWS = 512  # pending taps become K/V from this many rows on: parked rounds pay nothing, and memory stays bounded
 
 
 @dataclass
