@@ -234,7 +234,7 @@ def test_an_interrupted_write_leaves_nothing(options, fault, words, place, sourc
     if place == "after-the-weights":
         monkeypatch.setattr(write, "_card", failing(fault, 0))
     else:
-        monkeypatch.setattr("mlx_dspark.convert.command._say", failing(fault, 0 if place == "first-tensor" else 17))
+        monkeypatch.setattr("mlx_dspark.commands.Notes.progress", failing(fault, 0 if place == "first-tensor" else 17))
     result = convert("--draft", source, "--mlx-path", tmp_path / "out", *options)
     assert result.exit_code == 1 and result.stdout == ""
     assert words in result.stderr and len(result.stderr.strip().splitlines()) == 1

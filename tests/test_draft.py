@@ -199,7 +199,7 @@ def observed(draft, taps, sizes):
 ROWS = FLUSH_ROWS + 44
 
 
-@pytest.mark.parametrize("sizes, waiting", [([1] * ROWS, 44), ([100] * 3, 0), ([255, 1, 44], 44), ([7] * 42 + [6], 41)])
+@pytest.mark.parametrize("sizes, waiting", [([1] * ROWS, 44), ([139] * 4, 0), ([511, 1, 44], 44), ([7] * 79 + [3], 38)])
 def test_flushed_rows_equal_rows_at_once(small, sizes, waiting):
     taps = random_taps(small, ROWS)
     whole, state = observed(small, taps, [ROWS]), observed(small, taps, sizes)

@@ -20,6 +20,7 @@ from itertools import takewhile
 from ..structs import Round, Schedule
 from .cost import CostCurve
 from .forecast import Forecast
+from .refine import Refinement
 
 Calibrate = Callable[[Sequence[float]], Sequence[float]]
 
@@ -62,6 +63,7 @@ class Lookahead:
         self.horizon = self.gamma if horizon is None else horizon
         self.forecast = Forecast(self.gamma)
         self.rate = RunRate()
+        self.refine = Refinement()
         self.depth = 0
         self._learned = -1
         self._begun = self._observed = 0
@@ -77,7 +79,7 @@ class Lookahead:
     def inherit(self, other: Lookahead) -> None:
         """Start from what an earlier run of the same pair learned."""
         self.forecast = other.forecast.for_another_text()
-        self.rate = copy.copy(other.rate)
+        self.rate, self.refine = copy.copy(other.rate), copy.copy(other.refine)
         self._renew()
 
     def before(self, history: Sequence[Round]) -> int:
@@ -91,7 +93,7 @@ class Lookahead:
             return self.decide(0, 0, (), "no draft asked")
         if confidences is None:
             return self.decide(*self.best_prefix(self.forecast.expected()[:proposed]), "from past rounds")
-        known = self.calibrate(confidences)[:proposed]
+        known = self.refine(self.calibrate(confidences)[:proposed])
         width = self.admit(known)
         reason = "every slot pays" if width == proposed else f"slot {width + 1} would not pay"
         return self.decide(proposed, width, known, reason)
@@ -146,7 +148,9 @@ class Lookahead:
             self._renew()
             if landed.confidences:
                 self.forecast.age, self._observed = landed.index - self._observed, landed.index
-                self.learn_confidences(self.calibrate(landed.confidences)[: self.gamma], landed)
+                given = self.calibrate(landed.confidences)[: self.gamma]
+                self.learn_confidences(self.refine(given), landed)
+                self.refine.learn(given, landed.accepted, landed.rows - 1)
 
     def learn_confidences(self, confidences: Sequence[float], landed: Round) -> None:
         """Confidences of a finished round are free to look at."""
