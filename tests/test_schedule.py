@@ -14,6 +14,13 @@ from mlx_dspark.schedule import simulate as sim
 from mlx_dspark.schedule.cost import CostCurve
 from mlx_dspark.schedule.forecast import Forecast
 from mlx_dspark.schedule.rate import PLAIN_ROUNDS, RunRate
+from mlx_dspark.schedule.refine import Refinement
+
+
+@pytest.fixture(autouse=True)
+def confidences_as_given(monkeypatch):
+    """These tests give probabilities; what refinement makes of wrong ones is in test_refine.py."""
+    monkeypatch.setattr(Refinement, "__call__", lambda self, confidences: tuple(confidences))
 
 # Right
 
