@@ -14,6 +14,7 @@ _COMMANDS = {
     "models": ("models", "List the targets whose drafts are known."),
     "doctor": ("doctor", "Look at this machine, and check that a draft works for its target."),
     "bench": ("bench", "Time plain mlx_lm, our plain loop and speculation on the same prompts."),
+    "profile": ("profile", "Measure what a round costs on this machine."),
     "calibrate": ("calibrate", "Fit the draft's confidences to what the target accepts."),
     "simulate": ("simulate", "Compare policies on cost curves of other machines."),
 }

@@ -1,6 +1,7 @@
 """Imports go one way (DESIGN.md, section 5), read from the sources."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -165,3 +166,12 @@ def test_every_public_name_exists_and_is_listed():
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'mlx_dspark' has no attribute 'nothing'"):
         mlx_dspark.nothing  # noqa: B018
+
+
+def test_every_command_is_in_the_group_and_has_a_script():
+    from mlx_dspark.cli import _COMMANDS
+
+    declared = {name for path in SOURCES.values() for name in re.findall(r'@click.command\("(\w+)"', path.read_text())}
+    scripts = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8")
+    assert declared == set(_COMMANDS) and len(declared) > 5
+    assert all(f'"mlx_dspark.{name}" = ' in scripts for name in declared)
