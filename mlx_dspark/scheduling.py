@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import CacheError
@@ -21,13 +22,14 @@ NO_PROFILE_VARIABLE = "MLX_DSPARK_NO_PROFILE"
 
 @dataclass
 class Memory:
-    """What this process knows of a pair: its curve, and the policy of the last run by name.
+    """What this process knows of a pair: its curve, its place for temperatures, the last run's policy by name.
 
     It hangs on the target and holds the draft, so that it lives and dies with them.
     """
 
     draft: Any
     curve: CostCurve | None = None
+    calibration: Path | None = None  # where its temperatures would be: found by hashing both models, so only once
     policies: dict[str, Lookahead] = field(default_factory=dict)
 
 
@@ -89,7 +91,8 @@ def _temperatures(pair: Pair) -> tuple[Sequence[float] | None, str]:
     """Those fitted here, else those the checkpoint ships, else none."""
     from .store import calibration_path, read_calibration
 
-    path = calibration_path(pair)
+    memory = _memory(pair)
+    path = memory.calibration = memory.calibration or calibration_path(pair)
     if path.exists():
         return read_calibration(path, pair.draft.gamma), f"fitted ({path.name})"
     shipped = getattr(getattr(pair.draft, "spec", None), "temperatures", None)

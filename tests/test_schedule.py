@@ -228,7 +228,7 @@ def test_the_forecast_learns_each_slot():
     means = np.linspace(0.9, 0.3, GAMMA)
     forecast, rng = Forecast(GAMMA), np.random.default_rng(15)
     for _ in range(3000):
-        forecast.pass_round()
+        forecast.age += 1
         forecast.observe(np.clip(means + 0.05 * rng.standard_normal(GAMMA), 0, 1))
     assert forecast.means == pytest.approx(means, abs=0.02)
     assert forecast.expected() == pytest.approx(means, abs=0.03)
@@ -238,7 +238,7 @@ def test_the_forecast_learns_each_slot():
 def test_the_forecast_starts_from_a_guess_and_forgets_it_at_once():
     forecast = Forecast(3, start=0.6)
     assert forecast.expected() == [0.6] * 3
-    forecast.pass_round()
+    forecast.age += 1
     forecast.observe([0.9, 0.8, 0.7])
     assert forecast.means == pytest.approx([0.9, 0.8, 0.7])
 
@@ -246,7 +246,7 @@ def test_the_forecast_starts_from_a_guess_and_forgets_it_at_once():
 def followed(content, seed=16):
     forecast = Forecast(GAMMA)
     for confidences in sim.made_up(content, 3000, seed).confidences.tolist():
-        forecast.pass_round()
+        forecast.age += 1
         forecast.observe(confidences)
     return forecast
 
@@ -255,11 +255,11 @@ def test_sticky_content_carries_over_and_fades_while_nobody_looks():
     """Mean stay 20 rounds: a deviation is left with factor 1 - 2/20 a round."""
     forecast = followed("swinging")
     assert forecast.carry == pytest.approx(0.9, abs=0.06)
-    forecast.pass_round()
+    forecast.age += 1
     forecast.observe([0.9] * GAMMA)
     gaps = []
     for _ in range(40):
-        forecast.pass_round()
+        forecast.age += 1
         gaps.append(np.mean(forecast.expected()) - np.mean(forecast.means))
     assert gaps[0] > 0.1 and all(a > b for a, b in itertools.pairwise(gaps)) and gaps[-1] < 0.02
 
@@ -286,7 +286,7 @@ def test_a_prediction_uses_what_it_is_given_and_nothing_else():
 
 def test_a_short_proposal_teaches_its_slots_only():
     forecast = Forecast(4, start=0.5)
-    forecast.pass_round()
+    forecast.age += 1
     forecast.observe([0.9, 0.9])
     forecast.observe([])
     assert forecast.means == pytest.approx([0.9, 0.9, 0.5, 0.5]) and forecast.rounds == 1

@@ -10,6 +10,7 @@ import mlx.nn as nn
 from ..sampling import Pick
 from ..structs import Proposal
 from .backbone import Backbone
+from .base import Choices
 from .context import ContextCache
 from .dflash2 import CandidateSelector
 from .heads import ConfidenceHead, Markov, make_markov
@@ -104,25 +105,13 @@ class BlockDraft(nn.Module):
         """Choose x_1..x_N left to right from base [B, N, V], corrected for what was chosen before."""
         markov = self.sequential_head
         token, state = anchor, markov.start(hidden)
-        tokens: list[mx.array] = []
-        logits: list[mx.array] = []
-        log_q: list[mx.array | None] = []
+        choices = Choices(anchor, pick)
         for slot in range(hidden.shape[1]):
             corrected, state = markov.step(token, hidden[:, slot], base[:, slot], state)
-            logits.append(self.tables.widen(corrected))  # [B, V]
-            token, chosen_from = pick(logits[-1], tokens)
-            tokens.append(token.astype(anchor.dtype))
-            log_q.append(chosen_from)
-        confidence = None
-        if self.has_confidence:
-            previous = mx.stack([anchor, *tokens[:-1]], axis=1)  # x_0..x_{N-1}  [B, N]
-            confidence = self.confidence_head(hidden, previous, markov)
-        return Proposal(
-            tokens=mx.stack(tokens, axis=1),
-            logits=mx.stack(logits, axis=1),
-            log_q=None if log_q[0] is None else mx.stack(log_q, axis=1),
-            confidence_logits=confidence,
-        )
+            token = choices.choose(self.tables.widen(corrected))
+        if not self.has_confidence:
+            return choices.proposal()
+        return choices.proposal(self.confidence_head(hidden, choices.previous(), markov))
 
     def _take_context(self, state: BlockState) -> mx.array | None:
         """Fuse the pending taps and forget them; None when nothing is pending."""

@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from ..sampling import Pick
 from ..structs import KVOptions, Proposal, Verified
+from .base import Choices
 from .block import FLUSH_ROWS
 
 CLASSIC_GAMMA = 4  # proposals per round: each is one forward of the small model
@@ -63,19 +64,9 @@ class ClassicDraft:
         """Run the pending tokens and the anchor in one forward, then one row per further slot."""
         rows = mx.concatenate([*state.tokens, anchor[:, None]], axis=1)
         committed = rows.shape[1] - 1
-        tokens: list[mx.array] = []
-        logits: list[mx.array] = []
-        log_q: list[mx.array | None] = []
+        choices = Choices(anchor, pick)
         for _ in range(slots):
-            logits.append(self.model.forward(rows, state.cache).logits[:, -1])  # [B, V]
-            token, chosen_from = pick(logits[-1], tokens)
-            tokens.append(token.astype(anchor.dtype))
-            log_q.append(chosen_from)
-            rows = tokens[-1][:, None]
+            rows = choices.choose(self.model.forward(rows, state.cache).logits[:, -1])[:, None]
         state.cache.advance(committed + slots, committed)  # anchor and drafts are not committed yet
         state.tokens.clear()
-        return Proposal(
-            tokens=mx.stack(tokens, axis=1),
-            logits=mx.stack(logits, axis=1),
-            log_q=None if log_q[0] is None else mx.stack(log_q, axis=1),
-        )
+        return choices.proposal()

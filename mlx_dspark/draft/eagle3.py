@@ -15,6 +15,7 @@ import mlx.nn as nn
 from ..sampling import Pick
 from ..structs import Proposal
 from . import gemma4, qwen3
+from .base import Choices
 from .block import FLUSH_ROWS
 from .context import ContextCache
 from .spec import DraftSpec
@@ -80,21 +81,13 @@ class Eagle3Draft(nn.Module):
     def propose(self, state: Eagle3State, anchor: mx.array, slots: int, pick: Pick) -> Proposal:
         """Take in the pending rows, then choose a token and run the layer on it, `slots` times."""
         hidden = self.take_context(state, anchor)  # [B, 1, D]
-        tokens: list[mx.array] = []
-        logits: list[mx.array] = []
-        log_q: list[mx.array | None] = []
+        choices = Choices(anchor, pick)
         for slot in range(slots):
             if slot:
-                hidden = self.run(state, self.pair(hidden, tokens[-1][:, None]), hidden, keep=0, behind=slot - 1)
-            logits.append(self.tables.widen(self.tables.logits(self.norm(hidden))[:, 0]))  # [B, V]
-            token, chosen_from = pick(logits[-1], tokens)
-            tokens.append(token.astype(anchor.dtype))
-            log_q.append(chosen_from)
-        return Proposal(
-            tokens=mx.stack(tokens, axis=1),
-            logits=mx.stack(logits, axis=1),
-            log_q=None if log_q[0] is None else mx.stack(log_q, axis=1),
-        )
+                rows = self.pair(hidden, choices.tokens[-1][:, None])
+                hidden = self.run(state, rows, hidden, keep=0, behind=slot - 1)
+            choices.choose(self.tables.widen(self.tables.logits(self.norm(hidden))[:, 0]))
+        return choices.proposal()
 
     def pair(self, hidden: mx.array, tokens: mx.array) -> mx.array:
         """Attention input: normed embedding of tokens [B, T] beside normed hidden [B, T, D] -> [B, T, 2D]."""

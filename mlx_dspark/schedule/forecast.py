@@ -43,10 +43,6 @@ class Forecast:
         other._shared, other.age = 0.0, 0
         return other
 
-    def pass_round(self) -> None:
-        """One more round goes by, observed or not."""
-        self.age += 1
-
     def expected(self) -> list[float]:
         """Confidences of a round that has not been drafted."""
         shift = self._prior()
