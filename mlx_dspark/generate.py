@@ -94,7 +94,7 @@ def stream_generate(
     sampling: or its fields as keywords (temperature=0.7, top_p=0.9, seed=1, ...).
     policy: plain, fixed:N, threshold:X, paper, lagged, rate, lookahead or auto; None is auto where the draft
         has a confidence head, else the whole block, and plain without a draft.
-    profile: measure this machine's costs (under three seconds) when the policy needs them and none are
+    profile: measure this machine's costs (briefly) when the policy needs them and none are
         stored; without them None drafts the whole block. say: told what was measured or done without.
     stop: strings that end the text; the earliest one wins and is not part of the text.
     confidences: keep each round's confidences in its record. timing: tell draft and verify apart (slower).
