@@ -343,7 +343,7 @@ def test_dtype(dtype):
     wanted = dtype or mx.float32
     assert {array.dtype for _, array in tree_flatten(draft.parameters())} == {wanted} and draft.dtype == wanted
     proposal = first_proposal(draft)  # from float32 taps
-    assert proposal.logits.dtype == wanted and proposal.confidence_logits.dtype == mx.float32
+    assert {proposal.logits.dtype, proposal.confidence_logits.dtype} == {mx.float32}  # sums are never rounded to halves
     assert distance(proposal.logits[:, 0].astype(mx.float32), first_proposal(golden_draft()).logits[:, 0]) < 0.5
 
 

@@ -15,8 +15,9 @@ import pytest
 from mlx_lm.utils import load_model
 
 from mlx_dspark.decode import DecodeOptions, decode
+from mlx_dspark.kernels.accept import accept_mask, leading_run, next_weights
 from mlx_dspark.load import Pair, read_draft
-from mlx_dspark.sampling import accept_mask, leading_run, make_rule, next_weights
+from mlx_dspark.sampling import make_rule
 from mlx_dspark.schedule import make_policy
 from mlx_dspark.structs import KVOptions, Sampling
 from mlx_dspark.target import Target

@@ -14,16 +14,8 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from mlx_dspark.draft import BlockDraft, DraftSpec
 from mlx_dspark.draft.spec import RopeSpec
-from mlx_dspark.sampling import (
-    GreedyRule,
-    SampledRule,
-    accept_mask,
-    leading_run,
-    log_softmax,
-    make_rule,
-    make_shape,
-    next_weights,
-)
+from mlx_dspark.kernels.accept import accept_mask, leading_run, next_weights
+from mlx_dspark.sampling import GreedyRule, SampledRule, log_softmax, make_rule, make_shape
 from mlx_dspark.schedule import Fixed, Threshold
 from mlx_dspark.structs import Sampling
 

@@ -30,17 +30,12 @@ class Choices:
         self._log_q.append(log_q)
         return self.tokens[-1]
 
-    def previous(self) -> mx.array:
-        """x_0..x_{N-1}: the token before each chosen one [B, N]."""
-        return mx.stack([self._anchor, *self.tokens[:-1]], axis=1)
-
-    def proposal(self, confidence_logits: mx.array | None = None) -> Proposal:
+    def proposal(self) -> Proposal:
         """What was chosen, as the round loop takes it."""
         return Proposal(
             tokens=mx.stack(self.tokens, axis=1),
             logits=mx.stack(self._logits, axis=1),
             log_q=None if self._log_q[0] is None else mx.stack(self._log_q, axis=1),
-            confidence_logits=confidence_logits,
         )
 
 
