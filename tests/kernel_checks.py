@@ -16,12 +16,21 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from emulator import Emulator
 from mlx_dspark.bench_kernels import HEADS, Shape
 from mlx_dspark.kernels import accept, argmax, sample, topk, walk
 from mlx_dspark.kernels.launch import Execute, Kernel, Launch
 from mlx_dspark.kernels.scan import HEADER
 from mlx_dspark.kernels.table import Table
 
+MODES = {
+    "metal-forward": Emulator(),
+    "metal-reverse": Emulator(order="reverse"),
+    "metal-random": Emulator(order="random"),
+    "cuda-text": Emulator("cuda", order="random"),
+    "race": Emulator(order="random", sanitize="thread"),
+    "address": Emulator(order="reverse", sanitize="address"),
+}
 Check = Callable[[Execute], None]
 HIDDEN = 96
 TOLERANCE = 1e-5  # of the largest logit: float32 sums in another order
@@ -31,7 +40,8 @@ TOLERANCE = 1e-5  # of the largest logit: float32 sums in another order
 class Case:
     """One block. weights: a dtype, or bits of an affine quantisation in groups of `group`.
 
-    data: whole, typical, negative (whole, all below zero), ties (all logits equal), impossible (mostly -inf).
+    data: whole, typical, negative (whole, all below zero), ties (all logits equal), draws (a few best ones, all
+    equal), impossible (mostly -inf).
     """
 
     vocab: int = 1009
@@ -74,7 +84,7 @@ def normal(rng: np.random.Generator, shape: Sequence[int]) -> mx.array:
 def make_table(case: Case, rows: int, seed: str, width: int | None = None) -> Table:
     """Whole numbers so small that sums are exact in bfloat16; quantised ones differ in every group's scale and bias."""
     rng, width = seeded(case, seed), width or case.rank
-    if case.data == "ties":
+    if case.data in ("ties", "draws"):
         return packed_table(case, np.zeros((rows, width), np.uint32), rng) if case.bits else Table(
             mx.zeros((rows, width), dtype=getattr(mx, case.weights)))
     if case.bits:
@@ -87,7 +97,7 @@ def packed_table(case: Case, codes: np.ndarray, rng: np.random.Generator) -> Tab
     count = 32 // case.bits
     shifts = (np.arange(count) * case.bits).astype(np.uint32)
     words = (codes.reshape(len(codes), -1, count) << shifts).sum(axis=-1, dtype=np.uint32)
-    groups, some = (len(codes), codes.shape[1] // case.group), int(case.data != "ties")
+    groups, some = (len(codes), codes.shape[1] // case.group), int(case.data not in ("ties", "draws"))
     return Table(mx.array(words), whole_numbers(rng, -2, 2, groups) * some, whole_numbers(rng, -9, 9, groups) * some,
                  case.bits, case.group)
 
@@ -99,9 +109,11 @@ def make_base(case: Case) -> mx.array:
         return (2 * normal(rng, shape)).astype(getattr(mx, case.base))
     if case.data == "ties":
         return mx.full(shape, -3.0, dtype=getattr(mx, case.base))
-    base = whole_numbers(rng, -6, 6, shape)
+    if case.data == "draws":
+        return mx.array(np.where(rng.random(shape) < 0.04, -1, -2).astype(np.float32)).astype(getattr(mx, case.base))
+    base = whole_numbers(rng, -6, 6, shape) * {0: 1, 4: 300, 8: 60_000}[case.bits]  # about as much as the bias
     if case.data == "negative":
-        base = base - 240
+        base = base - 240  # in float32 weights below every bias
     if case.data == "impossible":
         rows = seeded(case, "rows").random(shape) < 0.9
         rows[0, 0] = True  # nothing at all is possible in one slot: the first token wins then
@@ -223,11 +235,12 @@ def check_every_row_wins(case: Case, execute: Execute) -> None:
     equal("value", value, mx.full((case.vocab,), case.rank - 500.0))
 
 
-def check_every_base_wins(case: Case, execute: Execute) -> None:
-    """As many requests as tokens, each with a base logit of its own above all others; all are below zero."""
-    base = mx.where(mx.eye(case.vocab) > 0, -7.0, -9.0)
+def check_base_wins(case: Case, tokens: Sequence[int], execute: Execute) -> None:
+    """A request for each of the tokens, whose base logit is above all others; all are below zero."""
+    base = mx.where(mx.arange(case.vocab) == mx.array(tokens)[:, None], -7.0, -9.0)
     w2 = make_table(replace(case, data="ties"), case.vocab, "w2")
-    equal("token", argmax.run(execute, base, mx.zeros((case.vocab, case.rank)), w2)[0], mx.arange(case.vocab))
+    found, _ = argmax.run(execute, base, mx.zeros((len(tokens), case.rank)), w2)
+    equal("token", found, mx.array(tokens))
 
 
 def check_sample(case: Case, execute: Execute) -> None:
@@ -246,9 +259,12 @@ NOISE_PROBE = Kernel("noise_probe", ("keys",), ("noise",), """
 """, HEADER)
 
 
-def check_noise(size: int, execute: Execute) -> None:
+LARGEST_WORD = 26_355  # among the first 1001 words of this seed one rounds to 2^32, which must not become infinite
+
+
+def check_noise(size: int, seed: int, execute: Execute) -> None:
     """The kernels' noise is that of mx.random.gumbel, word by word: another word would be another number."""
-    key = mx.random.key(size)
+    key = mx.random.key(seed)
     launch = Launch((("SIZE", size),), (-(-size // 256) * 256, 1, 1), (256, 1, 1), ((size,),), (mx.float32,))
     close("noise", execute(NOISE_PROBE, [key], launch)[0], mx.random.gumbel((size,), key=key), 1e-6)
 
@@ -317,10 +333,19 @@ def reference_flags(
 
 
 def spread_base(case: Case) -> mx.array:
-    """Base logits whose best stand out in some slots and not in others [B, N, V], whole numbers."""
-    rng = seeded(case, "spread")
-    heights = np.array([[[(30, 1, 12)[(b + n) % 3]] for n in range(case.slots)] for b in range(case.requests)])
-    return mx.array(np.round(rng.standard_normal((case.requests, case.slots, case.vocab)) * heights).astype(np.float32))
+    """Base logits [B, N, V], whole numbers: in turn K, K / 2 or no tokens stand out, or they are spread widely.
+
+    Where K stand out the certificate holds and the bias decides which of them is the best.
+    """
+    rng, shape = seeded(case, "spread"), (case.requests, case.slots, case.vocab)
+    base = rng.integers(-3, 4, shape)
+    for b, n in np.ndindex(*shape[:2]):
+        kind = (b + n) % 4
+        if kind == 3:
+            base[b, n] = np.round(rng.standard_normal(case.vocab) * 12)
+        else:
+            base[b, n, rng.permutation(case.vocab)[: (case.k, 0, -(-case.k // 2))[kind]]] += 100
+    return mx.array(base.astype(np.float32))
 
 
 def exact_bound(chain: walk.Chain) -> mx.array:
@@ -377,9 +402,10 @@ class Test:
 def make_logits(test: Test) -> mx.array:
     """Target logits [B, N + 1, V]."""
     rng, shape = seeded(test, "logits"), (test.requests, test.slots + 1, test.vocab)
+    heights = mx.array(np.add.outer(np.arange(test.requests), np.arange(test.slots + 1))[..., None] % 3 * 2)
     if test.data == "ties":
-        return whole_numbers(rng, -3, -1, shape).astype(getattr(mx, test.dtype))
-    logits = 3 * normal(rng, shape)
+        return (whole_numbers(rng, -3, -1, shape) - heights).astype(getattr(mx, test.dtype))
+    logits = 3 * normal(rng, shape) + heights  # softmax sums differ by row
     if test.data == "impossible":
         possible = rng.random(shape) < 0.1
         possible[..., -1] = True
@@ -445,6 +471,23 @@ def check_accept_sampled(test: Test, execute: Execute) -> None:
     equal("tokens", tokens, expected[1])
 
 
+def check_small_residual(same: bool, execute: Execute) -> None:
+    """Two tokens are possible, and the residual is one of them; with q = p nothing is left of it and p is used."""
+    requests, size, two = 12, 600, [259, 450]  # in other SIMD-groups and threadgroups than the first
+    row = np.full(size, -np.inf, np.float32)
+    row[two] = 0
+    logits = mx.broadcast_to(mx.array(row), (requests, 2, size))
+    row[two] = np.log([0.5, 0.5]) if same else np.log([0.99, 0.01])
+    log_q = mx.broadcast_to(mx.array(row), (requests, 1, size))
+    drafts, uniforms = mx.full((requests, 1), two[0], dtype=mx.int32), mx.full((requests, 1), 1e9)
+    keys = mx.random.split(mx.random.key(0), requests)
+    expected = accept.sampled_reference(drafts, log_q, log_softmax(logits, 1.0), uniforms, keys)
+    assert set(expected[1][:, 0].tolist()) == ({*two} if same else {two[1]})
+    accepted, tokens = accept.run_sampled(execute, drafts, log_q, logits, mx.array([1.0]), uniforms, keys)
+    equal("accepted", accepted, expected[0])
+    equal("tokens", tokens, expected[1])
+
+
 def check_accept_uniforms(test: Test, execute: Execute) -> None:
     """Accept tests close to their limit: u is p / q, a little less or a little more."""
     drafts, log_q, logits, _, keys = accept_block(test)
@@ -486,7 +529,7 @@ def core() -> dict[str, Check]:
         "walk sampled": partial(check_walk_sampled, Case(requests=2, weights="float16", vocab=600)),
         "walk gated": partial(check_walk_greedy, Case(requests=2, head="gated", rank=36, data="typical")),
         "walk rnn": partial(check_walk_sampled, Case(requests=2, head="rnn", weights="bfloat16", data="typical")),
-        "topk": partial(check_topk_walk, Case(requests=3, slots=4)),
+        "topk": partial(check_topk_walk, Case(requests=3, slots=4, rank=16)),
         "accept greedy": partial(check_accept_greedy, Test(requests=5)),
         "accept sampled": partial(check_accept_sampled, Test(requests=5)),
     }
@@ -500,9 +543,12 @@ def wide() -> dict[str, Check]:
         **_formats("every row wins", check_every_row_wins),
         **_formats("typical argmax", check_argmax, data="typical", requests=2),
         **_formats("walk", check_walk_sampled, requests=2, slots=2),
-        "every base logit wins": partial(check_every_base_wins, Case(vocab=530, rank=4)),
+        "every base logit wins": partial(check_base_wins, Case(vocab=530, rank=4), list(range(530))),
+        "base logits win in two steps": partial(check_base_wins, Case(vocab=65_837, rank=4), [
+            0, 255, 256, 511, 512, 33_023, 65_535, 65_536, 65_791, 65_792, 65_836]),
         "argmax of negative logits": partial(check_argmax, Case(data="negative", requests=2)),
         "argmax among equals": partial(check_argmax, Case(data="ties", requests=2)),
+        "argmax among a few equals": partial(check_argmax, Case(data="draws", requests=9, rank=4)),
         "argmax of impossible tokens": partial(check_argmax, Case(data="impossible", requests=2)),
         "argmax of three tokens": partial(check_argmax, Case(vocab=3, rank=4, requests=3)),
         "argmax of one threadgroup": partial(check_argmax, Case(vocab=256)),
@@ -515,9 +561,10 @@ def wide() -> dict[str, Check]:
         "sample of an even vocabulary": partial(check_sample, Case(vocab=512, rank=4, requests=2, scale=0.25)),
         "sample when cold": partial(check_sample, Case(scale=100.0, requests=2)),
         "sample in two steps": partial(check_sample, Case(vocab=70_001, rank=4, data="ties")),
+        "argmax of two pieces a lane": partial(check_argmax, Case(vocab=300, rank=256, weights="8", requests=2)),
         "walk of one slot": partial(check_walk_greedy, Case(slots=1)),
         "walk of seven slots": partial(check_walk_greedy, Case(slots=7, vocab=257, requests=2)),
-        "walk of negative logits": partial(check_walk_greedy, Case(data="negative", weights="8", vocab=300)),
+        "walk of negative logits": partial(check_walk_greedy, Case(data="negative", vocab=300, requests=2)),
         "walk of impossible tokens": partial(check_walk_greedy, Case(data="impossible", vocab=300)),
         "walk in two steps": partial(check_walk_greedy, Case(vocab=65_600, rank=4, slots=2)),
         "walk of half base logits": partial(check_walk_greedy, Case(base="float16", weights="float16", vocab=300)),
@@ -528,6 +575,7 @@ def wide() -> dict[str, Check]:
             head="gated", requests=5, slots=7, vocab=333, data="typical")),
         "walk rnn of five requests": partial(check_walk_greedy, Case(
             head="rnn", requests=5, slots=7, vocab=333, data="typical")),
+        "walk rnn of rank 128": partial(check_walk_sampled, Case(head="rnn", rank=128, vocab=300, data="typical")),
         "walk rnn of rank 20": partial(check_walk_sampled, Case(head="rnn", rank=20, vocab=333, data="typical")),
         "topk of quantised weights": partial(check_topk_walk, Case(
             requests=2, weights="4", group=32, rank=32), least=(0, 1)),
@@ -537,7 +585,10 @@ def wide() -> dict[str, Check]:
         "topk of all tokens": partial(check_topk_walk, Case(
             requests=2, k=300, vocab=300, rank=8), least=(1, 0)),
         "the certificate is strict": partial(check_certificate_is_strict, Case()),
-        "noise": lambda execute: [check_noise(size, execute) for size in (1, 2, 5, 256, 257, 1001)],
+        "noise of an odd size": partial(check_noise, 1001, 1),
+        "noise of an even size": partial(check_noise, 512, 2),
+        "noise of sizes one to three": lambda execute: [check_noise(size, 3, execute) for size in (1, 2, 3)],
+        "noise at the largest word": partial(check_noise, 1001, LARGEST_WORD),
         "every token is best": partial(check_every_token_is_best, 515),
         "accept greedy among equals": partial(check_accept_greedy, Test(data="ties", requests=5)),
         "accept greedy of half logits": partial(check_accept_greedy, Test(dtype="bfloat16", requests=3)),
@@ -549,6 +600,8 @@ def wide() -> dict[str, Check]:
         "accept sampled near the limit": partial(check_accept_uniforms, Test(requests=4)),
         "accept sampled of half logits": partial(check_accept_sampled, Test(dtype="float16", requests=4)),
         "accept sampled where p is q": partial(check_accept_sampled, Test(requests=4, q="same")),
+        "accept sampled of a small residual": partial(check_small_residual, False),
+        "accept sampled without a residual": partial(check_small_residual, True),
         "accept sampled of certain drafts": partial(check_accept_sampled, Test(requests=4, q="one")),
         "accept sampled of impossible tokens": partial(check_accept_sampled, Test(requests=4, data="impossible")),
         "accept sampled among equals": partial(check_accept_sampled, Test(requests=4, data="ties", vocab=514)),

@@ -15,8 +15,8 @@ import kernel_checks as checks
 import mlx.core as mx
 import numpy as np
 import pytest
-from emulator import Emulator, available_modes, lint, nvcc_compile
-from kernel_checks import Case
+from emulator import available_modes, lint, nvcc_compile
+from kernel_checks import MODES, Case
 
 from mlx_dspark.kernels import accept, argmax, sample, topk, walk
 from mlx_dspark.kernels.launch import Execute, Kernel, Launch
@@ -26,21 +26,13 @@ from mlx_dspark.kernels.traffic import slot_traffic
 from mlx_dspark.kernels.walk import Chain
 
 VARIABLE = "MLX_DSPARK_TEST_KERNELS"
-EMULATED = {
-    "metal-forward": Emulator(),
-    "metal-reverse": Emulator(order="reverse"),
-    "metal-random": Emulator(order="random"),
-    "cuda-text": Emulator("cuda", order="random"),
-    "race": Emulator(order="random", sanitize="thread"),
-    "address": Emulator(order="reverse", sanitize="address"),
-}
-ALL = (*EMULATED, *BACKENDS)
+ALL = (*MODES, *BACKENDS)
 
 
 def missing(name: str) -> str:
     """Why an executor cannot be used here, "" if it can."""
-    if name in EMULATED:
-        return available_modes()[EMULATED[name].sanitize or "run"]
+    if name in MODES:
+        return available_modes()[MODES[name].sanitize or "run"]
     there = mx.metal.is_available() if name == "metal" else mx.cuda.is_available()
     return "" if there else f"mlx has no {name} device here: these tests have not run on one"
 
@@ -73,7 +65,7 @@ def executor(request: pytest.FixtureRequest) -> Execute:
     name = request.param
     if missing(name):
         pytest.fail(f"{VARIABLE}={name}: {missing(name)}")
-    return EMULATED[name] if name in EMULATED else on_device(name)
+    return MODES[name] if name in MODES else on_device(name)
 
 
 everywhere = pytest.mark.parametrize("executor", chosen(ALL), indirect=True)
@@ -82,7 +74,7 @@ everywhere = pytest.mark.parametrize("executor", chosen(ALL), indirect=True)
 def spread(table: dict[str, Callable[..., None]]) -> Callable:
     """Each check in one mode of the emulator, in turn, and on every device."""
     pairs = [(check, executor, f"{name}-{executor}") for number, (name, check) in enumerate(table.items())
-             for executor in chosen([list(EMULATED)[number % len(EMULATED)], *BACKENDS])]
+             for executor in chosen([list(MODES)[number % len(MODES)], *BACKENDS])]
     return pytest.mark.parametrize(("check", "executor"), [pytest.param(c, e, id=i) for c, e, i in pairs],
                                    indirect=["executor"])
 
@@ -425,14 +417,14 @@ def test_the_bytes_are_those_that_the_kernel_asks_for(weights, requests, sampled
 
     def count(kernel: Kernel, inputs: Sequence[mx.array], launch: Launch) -> list[mx.array]:
         if kernel.name == "fold":
-            return EMULATED["metal-forward"](kernel, inputs, launch)
+            return MODES["metal-forward"](kernel, inputs, launch)
         source = kernel.source
         for old, new in COUNTED:
             assert old in source or "corrected" in old
             source = source.replace(old, new)
         source = f"uint asked = 0;\n{source}\nbytes[thread_position_in_grid.y * PARTS * 256 + group * 256 + tid] = asked;"
         threads = launch.grid[0] * launch.grid[1]
-        *outputs, asked = EMULATED["metal-forward"](
+        *outputs, asked = MODES["metal-forward"](
             replace(kernel, source=source, outputs=(*kernel.outputs, "bytes")), inputs,
             replace(launch, shapes=(*launch.shapes, (threads,)), dtypes=(*launch.dtypes, mx.uint32)))
         counted[0] = asked.sum().item()  # of the last slot: the first one folds the anchor alone
