@@ -245,3 +245,8 @@ def weights_after(p, q, accepted):
     """Weights [B, V] of the token after runs of `accepted` [B] drafts; p [B, N + 1, V], q [B, N, V]."""
     q = mx.concatenate([q, mx.zeros_like(p[:, :1])], axis=1)
     return next_weights(at_rows(p, accepted), at_rows(q, accepted))
+
+
+def best(logits, drafts):
+    """A pick like the greedy rule's, after which the proposal still has its logits."""
+    return mx.argmax(logits, axis=-1), None

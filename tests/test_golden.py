@@ -12,7 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import passed, weights_after
+from helpers import best, passed, weights_after
 from mlx_lm.utils import load_model
 
 from mlx_dspark.decode import DecodeOptions, decode
@@ -137,8 +137,8 @@ def test_block_tensors_of_three_rounds(name):
         close(model.backbone.fuse(features)[0], expected["context_hidden"], LOGITS, f"round {index}: context")
         hidden = model.block_hidden(state, anchor)
         base = model.tables.logits(hidden)
-        stepwise = model.walk(base, hidden, anchor, GREEDY.picker(None, None, model.gamma))
-        proposal = model.propose(whole, anchor, model.gamma, GREEDY.picker(None, None, model.gamma))
+        stepwise = model.walk(base, hidden, anchor, best)
+        proposal = model.propose(whole, anchor, model.gamma, best)
 
         close(hidden[0], expected["block_hidden"], HIDDEN, f"round {index}: block hidden")
         close(base[0], expected["base_logits"], LOGITS, f"round {index}: base logits")
@@ -170,7 +170,7 @@ def test_eagle3_tensors_of_three_rounds(name):
         for each in (state, whole):
             model.observe(each, rows, features[None])
         hidden = steps_of(model, state, inputs[:, 0], expected["sampled_tokens"])
-        proposal = model.propose(whole, inputs[:, 0], model.gamma, GREEDY.picker(None, None, model.gamma))
+        proposal = model.propose(whole, inputs[:, 0], model.gamma, best)
 
         close(hidden[0], expected["step_hidden"], LOGITS, f"{where}: hidden states before the final norm")
         close(model.tables.logits(model.norm(hidden))[0], expected["step_logits"], LOGITS, f"{where}: logits")
