@@ -39,48 +39,62 @@ def sampled_reference(
     log_p [B, N + 1, V]; uniforms [B, N] for the accept tests; keys [B, 2] for the token after the run.
     Returns accepted int32 [B] and tokens int32 [B, N + 1], meaningless after the run's next token.
     """
-    slots, p = drafts.shape[1], mx.exp(log_p)
-    q = one_hot(drafts, p.shape[-1]) if log_q is None else mx.exp(log_q)  # [B, N, V]
-    accepted = leading_run(accept_mask(p[:, :slots], q, drafts, uniforms))
-    weights = next_weights(p, q, accepted)  # [B, V]
+    slots = drafts.shape[1]
+    p_x = mx.exp(at_tokens(log_p[:, :slots], drafts))  # [B, N]
+    q_x = mx.ones_like(p_x) if log_q is None else mx.exp(at_tokens(log_q, drafts))
+    accepted = leading_run(accept_mask(p_x, q_x, uniforms))
+    p_row = mx.exp(at_rows(log_p, accepted))  # [B, V]: one row a request, the others are never exponentiated
+    weights = next_weights(p_row, _q_row(drafts, log_q, accepted, p_row))
     following = mx.argmax(mx.log(weights) + noise(keys, weights.shape[-1]), axis=-1).astype(mx.int32)  # [B]
     padded = mx.concatenate([drafts.astype(mx.int32), following[:, None]], axis=1)
     return accepted, mx.where(mx.arange(slots + 1) < accepted[:, None], padded, following[:, None])
 
 
-def accept_mask(p: mx.array, q: mx.array, drafts: mx.array, uniforms: mx.array) -> mx.array:
-    """Which drafts pass u < p(x) / q(x), each on its own.
+def accept_mask(p_x: mx.array, q_x: mx.array, uniforms: mx.array) -> mx.array:
+    """Which drafts pass u < p(x) / q(x), each on its own: bool [B, N].
 
-    p, q: [B, N, V]; drafts, uniforms (in [0, 1)): [B, N]. The product form needs no guard against a
-    small q (DeepSeek's code divides by max(q, 1e-8), which is not exact below that). Returns bool [B, N].
+    p_x, q_x: both probabilities of each draft; uniforms in [0, 1); all [B, N]. The product form needs no
+    guard against a small q (DeepSeek's code divides by max(q, 1e-8), which is not exact below that).
     """
-    p_x = mx.take_along_axis(p, drafts[..., None], axis=-1)[..., 0]  # [B, N]
-    q_x = mx.take_along_axis(q, drafts[..., None], axis=-1)[..., 0]  # [B, N]
     return uniforms * q_x < p_x
 
 
-def next_weights(p: mx.array, q: mx.array, accepted: mx.array) -> mx.array:
-    """Unnormalised weights of the token after the accepted run.
+def next_weights(p_row: mx.array, q_row: mx.array) -> mx.array:
+    """Unnormalised weights [B, V] of the token after the accepted run, from its row of p and of q.
 
-    p: [B, N + 1, V]; q: [B, N, V]; accepted: [B]. Returns [B, V]: max(p - q, 0) of the rejected row,
-    p itself for the bonus row and where p equals q.
+    max(p - q, 0) where a draft was rejected; p itself for the bonus row, where q is 0, and where p equals q.
     """
-    q = mx.concatenate([q, mx.zeros_like(p[:, :1])], axis=1)  # the bonus row has no draft   [B, N + 1, V]
-    at = accepted[:, None, None].astype(mx.int32)
-    p_row = mx.take_along_axis(p, at, axis=1)[:, 0]  # [B, V]
-    q_row = mx.take_along_axis(q, at, axis=1)[:, 0]  # [B, V]
     residual = mx.maximum(p_row - q_row, 0)
     return mx.where(residual.sum(axis=-1, keepdims=True) > RESIDUAL_FLOOR, residual, p_row)
+
+
+def at_tokens(values: mx.array, tokens: mx.array) -> mx.array:
+    """values [B, N, V] at tokens [B, N] -> [B, N]."""
+    return mx.take_along_axis(values, tokens[..., None], axis=-1)[..., 0]
+
+
+def at_rows(values: mx.array, rows: mx.array) -> mx.array:
+    """values [B, N, V] at one row each, rows [B] -> [B, V]."""
+    return mx.take_along_axis(values, rows[:, None, None].astype(mx.int32), axis=1)[:, 0]
+
+
+def _q_row(drafts: mx.array, log_q: mx.array | None, accepted: mx.array, p_row: mx.array) -> mx.array:
+    """q of the row after the run [B, V]: 0 for the bonus row, which has no draft."""
+    slots = drafts.shape[1]
+    if slots == 0:
+        return mx.zeros_like(p_row)
+    rejected = mx.minimum(accepted, slots - 1)
+    if log_q is None:
+        token = mx.take_along_axis(drafts, rejected[:, None], axis=1)  # [B, 1]
+        q_row = (mx.arange(p_row.shape[-1]) == token).astype(mx.float32)
+    else:
+        q_row = mx.exp(at_rows(log_q, rejected))
+    return mx.where((accepted < slots)[:, None], q_row, 0)
 
 
 def leading_run(passed: mx.array) -> mx.array:
     """Length of the leading run of True [B, N] -> int32 [B]."""
     return mx.cumprod(passed.astype(mx.int32), axis=1).sum(axis=1).astype(mx.int32)
-
-
-def one_hot(drafts: mx.array, size: int) -> mx.array:
-    """q of drafts [B, N] that were the only choice -> [B, N, V]."""
-    return (mx.arange(size) == drafts[..., None]).astype(mx.float32)
 
 
 def run_greedy(execute: Execute, drafts: mx.array, logits: mx.array) -> tuple[mx.array, mx.array]:
