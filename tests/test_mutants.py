@@ -12,7 +12,6 @@ from emulator import Emulator, Fault, available_modes
 from kernel_checks import MODES
 from mutants import MUTANTS, Mutant, table
 
-import mlx_dspark.kernels.walk  # noqa: F401  (all modules of kernels)
 from mlx_dspark.kernels import accept, argmax, dialect, sample, topk, walk
 from mlx_dspark.kernels.launch import Execute, Kernel
 
@@ -24,7 +23,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "kernels.md"
 
 def changed(text: str, mutant: Mutant) -> str:
     pieces = text.split(mutant.old)
-    assert len(pieces) == 2 if mutant.nth is None else len(pieces) > mutant.nth + 1, f"{mutant.old!r} {len(pieces) - 1}x"
+    there = len(pieces) - 1
+    assert there == 1 if mutant.nth is None else there > mutant.nth, f"{mutant.old!r} is there {there} times"
     at = (mutant.nth or 0) + 1
     return mutant.old.join(pieces[:at]) + mutant.new + mutant.old.join(pieces[at:])
 
