@@ -120,7 +120,8 @@ class GumbelPick:
 
     def __call__(self, logits: mx.array, drafts: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
         log_q = self.shape(logits)  # [B, V]
-        return mx.random.categorical(log_q, key=self.keys[len(drafts)]), log_q
+        noise = mx.random.gumbel(log_q.shape, key=self.keys[len(drafts)])  # as the kernels; categorical draws otherwise
+        return mx.argmax(log_q + noise, axis=-1), log_q
 
 
 class GreedyRule:
