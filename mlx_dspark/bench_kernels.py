@@ -5,7 +5,7 @@ ratios only within one run. Contenders of the walk:
     op_by_op    products in the weights' dtype, every slot's corrected logits kept: how it was done first
     reference   what runs where no kernel is used
     compiled    the reference under mx.compile
-    candidates  kernels/topk.py where every slot is certified: its best case (greedy, vanilla, CPU)
+    candidates  kernels/topk.py where every slot is certified: its best case (greedy, vanilla)
     kernel      the chain of launches (null where the device has none)
 """
 
@@ -23,9 +23,10 @@ import mlx.nn as nn
 from .backend import machine
 from .draft.heads import GatedMarkov, RnnMarkov, VanillaMarkov
 from .kernels.pick import BACKENDS, Trial, backend
-from .kernels.topk import CertifiedWalk
+from .kernels.topk import CertifiedWalk, candidates, run_walk
 from .kernels.traffic import slot_traffic
 from .kernels.trials import accept_trials, walk_trials
+from .kernels.walk import Chain
 
 HEADS = {"vanilla": VanillaMarkov, "gated": GatedMarkov, "rnn": RnnMarkov}
 WEIGHTS = ("float32", "float16", "bfloat16", "8", "4")
@@ -77,10 +78,8 @@ def _walks(shape: Shape, head: str, kind: str, group: int, repeats: int, name: s
         bytes_of[op] = {"minimum": traffic.minimum, "kernel": traffic.kernel, "ratio": round(traffic.ratio, 4)}
     works: dict[str, Work] = {"op_by_op": _op_by_op(markov, shape, base), "reference": greedy.reference,
                               "compiled": mx.compile(greedy.reference)}
-    if head == "vanilla" and name == "reference":
-        certain = CertifiedWalk(chain.w1, chain.w2, mx.full((shape.vocab_size,), -mx.inf))
-        drawn = mx.random.normal((1, shape.slots, shape.vocab_size), key=mx.random.key(1))
-        works["candidates"] = lambda: [certain(drawn, None, mx.array([1]))]
+    if head == "vanilla":
+        works["candidates"] = _candidates(chain, shape, base, name)
     return {
         "bytes_a_slot": bytes_of,
         "walk_greedy": _timed({**works, **_kernel(greedy, name)}, repeats),
@@ -125,6 +124,17 @@ def _op_by_op(markov: nn.Module, shape: Shape, dtype: mx.Dtype) -> Work:
         return [mx.stack(kept, axis=1), token]
 
     return run
+
+
+def _candidates(chain: Chain, shape: Shape, dtype: mx.Dtype, name: str) -> Work:
+    """The walk by candidates when nothing can beat them: a bound of minus infinity certifies every slot."""
+    base = mx.random.normal((1, shape.slots, shape.vocab_size), key=mx.random.key(1)).astype(dtype)
+    bound, anchor = mx.full((shape.vocab_size,), -mx.inf), mx.array([1])
+    if name == "reference":
+        certain = CertifiedWalk(chain.w1, chain.w2, bound)
+        return lambda: [certain(base, None, anchor)]
+    execute = BACKENDS[name]
+    return lambda: run_walk(execute, chain.w1, chain.w2, bound, base, anchor, candidates(base))
 
 
 def _kernel(trial: Trial, name: str) -> dict[str, Work | None]:

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from .draft import BlockDraft
 from .kernels import topk, walk
-from .kernels.pick import backend
+from .kernels.pick import backend, switched_off
 from .kernels.topk import CertifiedWalk
 from .kernels.walk import Chain
 from .store import cache_folder, content_hash
@@ -70,8 +70,7 @@ def bounds_path(draft: BlockDraft) -> Path:
 
 def _chain(draft: BlockDraft) -> Chain | None:
     """A vanilla head with the target's own vocabulary, on the CPU; None for anything else."""
-    name, reason = backend()
-    if name != "reference" or "=" in reason or draft.tables.reduced:
+    if backend()[0] != "reference" or switched_off() or draft.tables.reduced:
         return None
     chain = draft.sequential_head.chain()
     return chain if chain is not None and chain.gates == 0 else None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from .argmax import numbers
 from .launch import Execute, Kernel, Launch
 from .sample import noise
 from .scan import HEADER
@@ -105,8 +106,8 @@ def run_greedy(execute: Execute, drafts: mx.array, logits: mx.array) -> tuple[mx
     parts = execute(MAXIMA, [logits], Launch(
         (*cut.items(),), (cut["PARTS"] * THREADS, requests * rows, 1), (THREADS, 1, 1), (shape, shape),
         (mx.float32, mx.uint32)))
-    accepted, tokens = execute(GREEDY, [*parts, _drafts(drafts)], Launch(
-        (("NPART", cut["PARTS"]), ("ROWS", rows)), (requests * THREADS, 1, 1), (THREADS, 1, 1),
+    accepted, tokens = execute(GREEDY, [*parts, _drafts(drafts), numbers(rows)], Launch(
+        (("NPART", cut["PARTS"]),), (requests * THREADS, 1, 1), (THREADS, 1, 1),
         ((requests,), (requests, rows)), (mx.int32, mx.int32)))
     return accepted, tokens
 
@@ -123,15 +124,15 @@ def run_sampled(
     sums = execute(SUMS, [logits, scale], Launch(
         (*cut.items(),), (parts * THREADS, requests * rows, 1), wide, ((requests, rows, parts),) * 2,
         (mx.float32, mx.float32)))
-    drafts, uniforms = _drafts(drafts), _padded(uniforms)
-    template = (("NPART", parts), ("ROWS", rows), ("V", size))
-    accepted, normaliser = execute(TESTS, [*sums, logits, scale, _padded(log_q), drafts, uniforms], Launch(
+    drafts, uniforms, length = _drafts(drafts), _padded(uniforms), numbers(rows)
+    template = (("NPART", parts), ("V", size))
+    accepted, normaliser = execute(TESTS, [*sums, logits, scale, _padded(log_q), drafts, uniforms, length], Launch(
         template, one, wide, ((requests,), (requests, 2)), (mx.int32, mx.float32)))
-    candidates = execute(AFTER, [logits, scale, _padded(log_q), accepted, normaliser, keys], Launch(
-        (*cut.items(), ("ROWS", rows)), (parts * THREADS, requests, 1), wide, (per_part,) * 5,
+    candidates = execute(AFTER, [logits, scale, _padded(log_q), accepted, normaliser, keys, length], Launch(
+        (*cut.items(),), (parts * THREADS, requests, 1), wide, (per_part,) * 5,
         (mx.float32, mx.uint32, mx.float32, mx.uint32, mx.float32)))
-    tokens, = execute(FINISH, [*candidates, accepted, drafts], Launch(
-        (("NPART", parts), ("ROWS", rows)), one, wide, ((requests, rows),), (mx.int32,)))
+    tokens, = execute(FINISH, [*candidates, accepted, drafts, length], Launch(
+        (("NPART", parts),), one, wide, ((requests, rows),), (mx.int32,)))
     return accepted, tokens
 
 
@@ -173,7 +174,8 @@ MAXIMA = Kernel("accept_maxima", ("logits",), ("part_value", "part_index"), f"""
     }}
 """, HEADER)
 
-GREEDY = Kernel("accept_greedy", ("part_value", "part_index", "drafts"), ("accepted", "tokens"), f"""{PLACE}
+GREEDY = Kernel("accept_greedy", ("part_value", "part_index", "drafts", "rows"), ("accepted", "tokens"), f"""{PLACE}
+    const uint ROWS = rows[0];  // not a template constant: each block length would be compiled
     {FOLD_STORAGE}
     uint run = 0;
     bool running = true;
@@ -231,8 +233,9 @@ SUMS = Kernel("accept_sums", ("logits", "scale"), ("part_top", "part_sum"), f"""
 """, HEADER + SUM)
 
 TESTS = Kernel(
-    "accept_tests", ("part_top", "part_sum", "logits", "scale", "log_q", "drafts", "uniforms"),
+    "accept_tests", ("part_top", "part_sum", "logits", "scale", "log_q", "drafts", "uniforms", "rows"),
     ("accepted", "normaliser"), f"""{PLACE}
+    const uint ROWS = rows[0];
     {JOIN_STORAGE}
     uint run = 0;
     bool running = true;
@@ -263,8 +266,9 @@ TESTS = Kernel(
 """, HEADER + SUM)
 
 AFTER = Kernel(
-    "accept_after", ("logits", "scale", "log_q", "accepted", "normaliser", "keys"),
+    "accept_after", ("logits", "scale", "log_q", "accepted", "normaliser", "keys", "rows"),
     ("part_value", "part_index", "plain_value", "plain_index", "part_mass"), f"""{PLACE}
+    const uint ROWS = rows[0];
     const uint request = threadgroup_position_in_grid.y;
     threadgroup float best_value[{SIMDS}];
     threadgroup uint best_index[{SIMDS}];
@@ -311,8 +315,9 @@ AFTER = Kernel(
 
 FINISH = Kernel(
     "accept_finish",
-    ("part_value", "part_index", "plain_value", "plain_index", "part_mass", "accepted", "drafts"), ("tokens",),
+    ("part_value", "part_index", "plain_value", "plain_index", "part_mass", "accepted", "drafts", "rows"), ("tokens",),
     f"""{PLACE}
+    const uint ROWS = rows[0];
     {FOLD_STORAGE}
     uint residual = 0, plain = 0;
     {fold("group", "residual")}

@@ -9,7 +9,7 @@ import mlx.core as mx
 from .launch import Execute, Kernel, Launch
 from .scan import ARGMAX, HEADER, STAGE_LATENT, W2, Geometry, constants, geometry, last_fold, scan
 from .table import Table
-from .text import THREADS, fold
+from .text import NONE, THREADS, fold
 
 PARTS = ("part_value", "part_index")
 
@@ -42,8 +42,8 @@ def scan_slot(execute: Execute, base: mx.array, slot: int, latent: mx.array, w2:
     """Partial maxima (value, index) [B, P] of one slot; base [B, N, V], latent float32 [B, R]."""
     requests, slots, rows = base.shape
     cut = geometry(w2, rows, requests)
-    launch = Launch(constants(w2, cut, rows, slots), cut.grid, cut.threadgroup, *part_outputs(cut))
-    return execute(SCAN, [base, number(slot), latent.astype(mx.float32), *w2.arrays], launch)
+    launch = Launch(constants(w2, cut, rows), cut.grid, cut.threadgroup, *part_outputs(cut))
+    return execute(SCAN, [base, numbers(slot, slots), latent.astype(mx.float32), *w2.arrays], launch)
 
 
 def fold_last(execute: Execute, parts: list[mx.array]) -> tuple[mx.array, mx.array]:
@@ -55,12 +55,19 @@ def fold_last(execute: Execute, parts: list[mx.array]) -> tuple[mx.array, mx.arr
     return token, value
 
 
+def begin(anchor: mx.array, cut: Geometry) -> list[mx.array]:
+    """Partial maxima [B, P] that fold to the anchor [B]: the first slot is then launched like every other."""
+    rest = [(0, 0), (0, cut.parts - 1)]
+    return [mx.pad(mx.zeros((len(anchor), 1)), rest, constant_values=-mx.inf),
+            mx.pad(anchor.astype(mx.uint32)[:, None], rest, constant_values=NONE)]
+
+
 def part_outputs(cut: Geometry) -> tuple[tuple[tuple[int, ...], ...], tuple[mx.Dtype, ...]]:
     """Shapes and dtypes of a pass's partial maxima."""
     return ((cut.requests, cut.parts), (cut.requests, cut.parts)), (mx.float32, mx.uint32)
 
 
 @cache
-def number(value: int) -> mx.array:
-    """A small number as a kernel takes it: uint32 [1]."""
-    return mx.array([value], dtype=mx.uint32)
+def numbers(*values: int) -> mx.array:
+    """A few small numbers as a kernel takes them: uint32 [count]."""
+    return mx.array(values, dtype=mx.uint32)

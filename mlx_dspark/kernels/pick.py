@@ -25,13 +25,17 @@ from . import accept
 from .launch import Execute, on_cuda, on_metal
 
 VARIABLE = "MLX_DSPARK_KERNELS"
+TRYING = "trying"  # the process that is checking a kernel, in the file that stands meanwhile
 RUNS = 7  # timed calls of kernel and reference, alternating; the medians are compared
 BACKENDS: dict[str, Execute] = {"metal": on_metal, "cuda": on_cuda}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs an op at one shape, and why. Seconds are medians of one call, None where nothing was timed."""
+    """What runs an op at one shape, and why. Seconds are medians of one call, None where nothing was timed.
+
+    failed: a kernel that should have worked did not. raised: because it could not be run at all.
+    """
 
     op: str
     shape: str
@@ -40,6 +44,7 @@ class Choice:
     failed: bool = False
     kernel_seconds: float | None = None
     reference_seconds: float | None = None
+    raised: bool = False
 
     def __str__(self) -> str:
         timed = ""
@@ -94,6 +99,11 @@ class Kernels:
 REFERENCE = Kernels()
 
 
+def switched_off() -> bool:
+    """The user wants the references alone."""
+    return os.environ.get(VARIABLE) == "reference"
+
+
 def backend() -> tuple[str, str]:
     """The backend for the device in force, and why. Raises ValueError for an unknown or impossible wish."""
     wish = os.environ.get(VARIABLE, "auto")
@@ -118,11 +128,25 @@ def pick(trial: Trial) -> tuple[Choice, Execute | None]:
     path = _path(trial, name)
     choice = _remembered(path)
     if choice is None:
-        crashed = Choice(trial.op, trial.shape, "reference", f"its check on {name} ended the process", failed=True)
-        _remember(path, crashed)  # stands if the check takes the process down
-        choice = check(trial, name, BACKENDS[name])
-        _remember(path, choice)
+        choice = _try(trial, name, path)
     return choice, BACKENDS[name] if choice.backend == name else None
+
+
+def _try(trial: Trial, name: str, path: Path) -> Choice:
+    """Check a kernel for the first time. What it did is kept; that it could not be run at all is not, for the
+    next process may have the memory or the compiler that was missing."""
+    crashed = Choice(trial.op, trial.shape, "reference", f"its check on {name} ended the process", failed=True)
+    _remember(path, {**asdict(crashed), TRYING: os.getpid()})  # stands if the check takes the process down
+    kept = False
+    try:
+        choice = check(trial, name, BACKENDS[name])
+        kept = not choice.raised
+    finally:  # an interrupt is no verdict
+        if not kept:
+            path.unlink(missing_ok=True)
+    if kept:
+        _remember(path, asdict(choice))
+    return choice
 
 
 def check(trial: Trial, name: str, execute: Execute) -> Choice:
@@ -132,11 +156,11 @@ def check(trial: Trial, name: str, execute: Execute) -> Choice:
         outputs = trial.kernel(execute)
         mx.eval(*outputs)
         problem = trial.problem(outputs)
+        if problem is not None:
+            return replace(choice, reason=f"it is wrong on {name}: {problem}", failed=True)
+        mine, plain = _time_both(lambda: trial.kernel(execute), trial.reference)
     except Exception as error:  # a kernel compiler may raise anything
-        return replace(choice, reason=f"it failed on {name}: {_first_line(error)}", failed=True)
-    if problem is not None:
-        return replace(choice, reason=f"it is wrong on {name}: {problem}", failed=True)
-    mine, plain = _time_both(lambda: trial.kernel(execute), trial.reference)
+        return replace(choice, reason=f"it failed on {name}: {_first_line(error)}", failed=True, raised=True)
     choice = replace(choice, kernel_seconds=mine, reference_seconds=plain)
     if mine > plain:
         return replace(choice, reason=f"it is slower on {name}")
@@ -161,16 +185,31 @@ def remembered() -> list[Choice]:
     return [choice for choice in found if choice is not None]
 
 
-def _remember(path: Path, choice: Choice) -> None:
+def _remember(path: Path, document: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):  # no place to write: it is tried again the next time
-        write_json(path, asdict(choice))
+        write_json(path, document)
 
 
 def _remembered(path: Path) -> Choice | None:
     try:
-        return Choice(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):  # missing, damaged or of another version: it is tried again
+        document = json.loads(path.read_text(encoding="utf-8"))
+        trying = document.pop(TRYING, None)
+        choice = Choice(**document)
+        if trying is not None and _alive(trying):
+            return replace(choice, reason="another process is checking it", failed=False)
+        return choice
+    except (OSError, ValueError, TypeError, AttributeError):  # missing, damaged or of another version
         return None
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _path(trial: Trial, name: str) -> Path:

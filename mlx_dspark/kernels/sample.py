@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .argmax import correct, fold_last, number, part_outputs
+from .argmax import correct, fold_last, numbers, part_outputs
 from .launch import Execute, Kernel, Launch
 from .scan import HEADER, SAMPLE, STAGE_LATENT, W2, constants, geometry, scan
 from .table import Table
@@ -50,6 +50,6 @@ def scan_slot(
     requests, slots, rows = base.shape
     cut = geometry(w2, rows, requests)
     shapes, dtypes = part_outputs(cut)
-    launch = Launch(constants(w2, cut, rows, slots), cut.grid, cut.threadgroup,
+    launch = Launch(constants(w2, cut, rows), cut.grid, cut.threadgroup,
                     (*shapes, (requests, rows)), (*dtypes, mx.float32))
-    return execute(SCAN, [base, number(slot), latent.astype(mx.float32), *w2.arrays, keys, scale], launch)
+    return execute(SCAN, [base, numbers(slot, slots), latent.astype(mx.float32), *w2.arrays, keys, scale], launch)

@@ -51,10 +51,10 @@ def geometry(table: Table, rows: int, requests: int, tile: int = MOST_REQUESTS) 
     return Geometry(rows, lanes, steps, parts, min(requests, tile), requests)
 
 
-def constants(table: Table, cut: Geometry, columns: int, slots: int) -> tuple[tuple[str, int], ...]:
+def constants(table: Table, cut: Geometry, columns: int) -> tuple[tuple[str, int], ...]:
     """Template constants of a scan. columns: those of a base row, which may be longer than `rows`."""
     return (
-        ("V", cut.rows), ("COLUMNS", columns), ("SLOTS", slots), ("B", cut.requests), ("TILE", cut.tile),
+        ("V", cut.rows), ("COLUMNS", columns), ("B", cut.requests), ("TILE", cut.tile),
         ("WIDTH", table.width), ("FORMAT", table.format), ("PACK", table.pack), ("GROUP", table.group),
         ("LANES", cut.lanes), ("STEPS", cut.steps), ("PARTS", cut.parts),
     )
@@ -99,12 +99,12 @@ def scan(stage: str, value: str, vocabulary: str = "row") -> str:
 
     stage: text that fills `shared_latent` [TILE, WIDTH]. value: text that makes `value`, what is
     compared, from the corrected logit `total` of `row`. vocabulary: the row of W2 and the column of base
-    that position `row` stands for. Base logits are [B, SLOTS, COLUMNS]; slot[0]
-    says which slot this launch is for.
+    that position `row` stands for. Base logits are [B, SLOTS, COLUMNS]; slot is
+    [the slot of this launch, SLOTS].
     """
     return f"""{PLACE}
     const uint first = threadgroup_position_in_grid.y * TILE;
-    const uint at_slot = slot[0];
+    const uint at_slot = slot[0], SLOTS = slot[1];  // not template constants: each block length would be compiled
     threadgroup float shared_latent[TILE * WIDTH];
     threadgroup float best_value[TILE * {SIMDS}];
     threadgroup uint best_index[TILE * {SIMDS}];

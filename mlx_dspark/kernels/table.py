@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -57,8 +58,7 @@ class Table:
     @property
     def arrays(self) -> list[mx.array]:
         """Weight, scales and biases as a kernel takes them; a dense table's last two are never read."""
-        nothing = mx.zeros((1,), dtype=mx.float32)
-        return [self.weight, nothing, nothing] if self.scales is None else [self.weight, self.scales, self.biases]
+        return [self.weight, _nothing(), _nothing()] if self.scales is None else [self.weight, self.scales, self.biases]
 
     @property
     def nbytes(self) -> int:
@@ -100,3 +100,8 @@ class Table:
             return mx.quantized_matmul(
                 x, self.weight, self.scales, self.biases, transpose=True, group_size=self.group, bits=self.bits)
         return x.astype(self.weight.dtype) @ self.weight.T
+
+
+@cache
+def _nothing() -> mx.array:
+    return mx.zeros((1,), dtype=mx.float32)

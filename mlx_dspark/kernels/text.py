@@ -55,12 +55,14 @@ DS_FN float ds_number(W weights, S scales, S biases, uint row, uint column) {
 }
 """
 
+NONE = 0xFFFFFFFF  # the index of no candidate
+
 # The order of candidates: the larger value, then the lower index. NONE loses against every other.
-BEST = """
-#define DS_NONE 0xffffffffu
-DS_FN bool ds_better(float value, uint index, float than, uint other) {
+BEST = f"""
+#define DS_NONE {NONE}u
+DS_FN bool ds_better(float value, uint index, float than, uint other) {{
     return value > than || (value == than && index < other);
-}
+}}
 """
 
 SIGMOID = """

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .argmax import PARTS, fold_last, number, part_outputs
+from .argmax import PARTS, begin, fold_last, numbers, part_outputs
 from .argmax import reference as full_pass
 from .launch import Execute, Kernel, Launch
 from .scan import ARGMAX, HEADER, STAGE_TOKEN, W1, W2, constants, first_table, geometry, scan
@@ -117,7 +117,7 @@ def run_walk(
     Two launches a slot: the candidates, then a pass over W2 that every threadgroup leaves at once where
     the certificate holds.
     """
-    parts = [mx.zeros((len(anchor), 1), dtype=mx.float32), anchor.astype(mx.uint32)[:, None]]
+    parts = begin(anchor, geometry(w2, base.shape[-1], len(anchor)))
     tokens, certified = [], []
     for slot in range(base.shape[1]):
         token, *found = _candidates(execute, w1, w2, base, parts, chosen.tokens, slot)
@@ -135,9 +135,9 @@ def _candidates(
     (requests, slots, columns), count = base.shape, tokens.shape[-1]
     cut = geometry(w2, count, requests, tile=1)
     shapes, dtypes = part_outputs(cut)
-    template = (*constants(w2, cut, columns, slots), ("NPART", parts[0].shape[1]), *first_table(w1))
+    template = (*constants(w2, cut, columns), ("NPART", parts[0].shape[1]), *first_table(w1))
     launch = Launch(template, cut.grid, cut.threadgroup, ((requests,), *shapes), (mx.int32, *dtypes))
-    return execute(CANDIDATES, [base, number(slot), *parts, *w1.arrays, *w2.arrays, tokens], launch)
+    return execute(CANDIDATES, [base, numbers(slot, slots), *parts, *w1.arrays, *w2.arrays, tokens], launch)
 
 
 def _rest(
@@ -148,9 +148,9 @@ def _rest(
     requests, slots, columns = base.shape
     cut = geometry(w2, columns, requests, tile=1)
     shapes, dtypes = part_outputs(cut)
-    template = (*constants(w2, cut, columns, slots), ("NPART", found[1].shape[1]), *first_table(w1))
+    template = (*constants(w2, cut, columns), ("NPART", found[1].shape[1]), *first_table(w1))
     launch = Launch(template, cut.grid, cut.threadgroup, (*shapes, (requests,)), (*dtypes, mx.int32))
-    return execute(REST, [base, number(slot), *found, *w1.arrays, *w2.arrays, floor, bound], launch)
+    return execute(REST, [base, numbers(slot, slots), *found, *w1.arrays, *w2.arrays, floor, bound], launch)
 
 
 CANDIDATES = Kernel("topk_candidates", ("base", "slot", *PARTS, *W1, *W2, "candidates"),

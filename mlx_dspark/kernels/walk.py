@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from . import argmax, sample
-from .argmax import PARTS, fold_last, number, part_outputs
+from .argmax import PARTS, begin, fold_last, numbers, part_outputs
 from .launch import Execute, Kernel, Launch
 from .scan import ARGMAX, HEADER, SAMPLE, STAGE_TOKEN, W1, W2, constants, first_table, geometry, scan
 from .table import Table
@@ -105,7 +105,8 @@ def _walk(
     execute: Execute, chain: Chain, base: mx.array, projected: mx.array | None, anchor: mx.array,
     noise: tuple[mx.array, ...],
 ) -> tuple[mx.array, list[mx.array]]:
-    parts = [mx.zeros((len(anchor), 1), dtype=mx.float32), anchor.astype(mx.uint32)[:, None]]  # folds to the anchor
+    parts = begin(anchor, geometry(chain.w2, base.shape[-1], len(anchor)))
+    projected = None if projected is None else projected.astype(mx.float32)
     state = mx.zeros((len(anchor), chain.rank), dtype=mx.float32)
     tokens, corrected = [], []
     for slot in range(base.shape[1]):
@@ -128,10 +129,10 @@ def _slot(
     requests, slots, rows = base.shape
     cut = geometry(chain.w2, rows, requests)
     shapes, dtypes = part_outputs(cut)
-    template = (*constants(chain.w2, cut, rows, slots), ("NPART", parts[0].shape[1]), *first_table(chain.w1))
+    template = (*constants(chain.w2, cut, rows), ("NPART", parts[0].shape[1]), *first_table(chain.w1))
     launch = Launch(template, cut.grid, cut.threadgroup, ((requests,), *shapes, *([(requests, rows)] if noise else [])),
                     (mx.int32, *dtypes, *([mx.float32] if noise else [])))
-    inputs = [base, number(slot), *parts, *chain.w1.arrays, *chain.w2.arrays, *noise]
+    inputs = [base, numbers(slot, slots), *parts, *chain.w1.arrays, *chain.w2.arrays, *noise]
     return execute(SAMPLED_SLOT if noise else GREEDY_SLOT, inputs, launch)
 
 
@@ -142,7 +143,7 @@ def _latent(
     requests, slots = projected.shape[:2]
     mix = chain.mix
     template = (
-        ("NPART", parts[0].shape[1]), ("SLOTS", slots), ("RANK", chain.rank), ("INPUTS", chain.inputs),
+        ("NPART", parts[0].shape[1]), ("RANK", chain.rank), ("INPUTS", chain.inputs),
         ("MIX_WIDTH", mix.width), ("MIX_FORMAT", mix.format), ("MIX_PACK", mix.pack), ("MIX_GROUP", mix.group),
         ("AT", chain.at), *first_table(chain.w1),
     )
@@ -151,7 +152,7 @@ def _latent(
     shapes = ((requests,), (requests, chain.rank), *([(requests, chain.rank)] if recurrent else []))
     launch = Launch(template, (groups * THREADS, requests, 1), (THREADS, 1, 1), shapes,
                     (mx.int32, mx.float32, *([mx.float32] if recurrent else [])))
-    inputs = [*parts, *chain.w1.arrays, *mix.arrays, projected.astype(mx.float32), number(slot)]
+    inputs = [*parts, *chain.w1.arrays, *mix.arrays, projected, numbers(slot, slots)]
     outputs = execute(*((RNN, [*inputs, state]) if recurrent else (GATED, inputs)), launch)
     return outputs[0], outputs[1], outputs[2] if recurrent else state
 
@@ -170,6 +171,7 @@ def latent_text(gates: int, before: str, finish: str) -> str:
     """
     return f"""{PLACE}
     const uint request = threadgroup_position_in_grid.y;
+    const uint SLOTS = slot[1];
     {FOLD_STORAGE}
     threadgroup float x[INPUTS];
     uint previous = 0;
