@@ -197,7 +197,7 @@ def read_prompts(path: Path, pair: Pair) -> list[list[int]]:
     return prompts
 
 
-@click.command("bench", context_settings=SETTINGS)
+@click.group("bench", context_settings=SETTINGS, invoke_without_command=True)
 @pair_options
 @click.option("--policy", "policies", default="fixed", help="Policies to time, separated by commas.")
 @click.option("--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -206,10 +206,16 @@ def read_prompts(path: Path, pair: Pair) -> list[list[int]]:
 @click.option("-m", "--max-tokens", type=click.IntRange(2), default=128)
 @click.option("--repeats", type=click.IntRange(1), default=3)
 @click.option("--check", is_flag=True, help="Exit with 1 if a text differs from mlx_lm's beyond a near-tie.")
+@click.pass_context
 @run_command
-def command(policies: str, prompts: Path | None, count: int, max_tokens: int, repeats: int, check: bool,
-            **pair_fields: Any) -> None:
-    """Time plain mlx_lm, our plain loop and speculation; one JSON document on stdout."""
+def command(context: click.Context, policies: str, prompts: Path | None, count: int, max_tokens: int, repeats: int,
+            check: bool, **pair_fields: Any) -> None:
+    """Time plain mlx_lm, our plain loop and speculation; one JSON document on stdout.
+
+    `bench kernels` times the kernel ops instead.
+    """
+    if context.invoked_subcommand is not None:
+        return
     notes = Notes()
     pair = open_pair(notes, **pair_fields)
     if prompts is None and pair_fields["model"] is not None:
@@ -222,6 +228,34 @@ def command(policies: str, prompts: Path | None, count: int, max_tokens: int, re
     click.echo(json.dumps(document, indent=1))
     if check and not all(entry["texts_equal"]["near_ties"] for entry in document["contenders"].values()):
         raise click.ClickException("a text differs from mlx_lm's beyond a near-tie: see texts_equal")
+
+
+@command.command("kernels", context_settings=SETTINGS)
+@click.option("--vocab", type=click.IntRange(2), default=151936, help="Rows of W2.")
+@click.option("--rank", type=click.IntRange(4), default=256, help="Columns of W2.")
+@click.option("--slots", type=click.IntRange(1), default=7, help="Slots of a block.")
+@click.option("--head", type=click.Choice(["vanilla", "gated", "rnn"]), default="vanilla")
+@click.option("--weights", default="bfloat16,8,4", help="Dtypes or bits, separated by commas.")
+@click.option("--group", type=click.Choice(["32", "64", "128"]), default="64", help="Of quantised weights.")
+@click.option("--repeats", type=click.IntRange(1), default=9)
+@run_command
+def kernels_command(vocab: int, rank: int, slots: int, head: str, weights: str, group: str, repeats: int) -> None:
+    """Bytes and seconds of the kernel ops at one shape; one JSON document on stdout."""
+    from .backend import require_mlx
+
+    require_mlx()
+    from .bench_kernels import WEIGHTS, Shape, bench_kernels
+
+    kinds = weights.split(",")
+    for kind in kinds:
+        if kind not in WEIGHTS:
+            raise click.UsageError(f"--weights names {kind!r}: give some of {', '.join(WEIGHTS)}")
+        if kind in ("8", "4") and rank % int(group):
+            raise click.UsageError(f"--rank {rank} does not divide into groups of {group}: give another --group")
+    notes = Notes()
+    document = bench_kernels(Shape(vocab, rank, slots), head, kinds, int(group), repeats, notes.progress)
+    notes.progress("")
+    click.echo(json.dumps(document, indent=1))
 
 
 def main() -> None:

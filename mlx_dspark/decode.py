@@ -69,7 +69,8 @@ class Run:
     """The state of one request between rounds."""
 
     def __init__(self, pair: Pair, prompt: Sequence[int], options: DecodeOptions):
-        self.options, self.rule, self.policy = options, options.rule, options.policy
+        self.options, self.policy = options, options.policy
+        self.rule = options.rule.using(pair.kernels)
         self.target = pair.target
         self.cache = pair.target.start(options.kv)
         self.draft = None if self.policy.name == "plain" else pair.draft

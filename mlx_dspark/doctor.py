@@ -40,10 +40,14 @@ def command(self_check: bool, max_tokens: int, as_json: bool, **pair_fields: Any
     from .store import stored_curves
 
     require_mlx()
+    from .kernels.pick import backend, remembered
+
     facts = machine()
     clashes = name_clashes()
     document: dict[str, Any] = {"machine": facts, "verdict": verdict(facts, preload_blas()), "clashes": clashes,
-                                "cost_curves": stored_curves()}
+                                "cost_curves": stored_curves(),
+                                "kernels": {"in_force": backend()[0], "reason": backend()[1],
+                                            "choices": [dataclasses.asdict(choice) for choice in remembered()]}}
     healthy = not clashes
     if self_check or pair_fields["model"] or pair_fields["draft"]:
         notes = Notes()
@@ -152,6 +156,7 @@ def report(document: Mapping[str, Any]) -> str:
               for clash in document["clashes"]]
     lines += ["", f"{len(document['cost_curves'])} stored cost curves"]
     lines += [_curve_line(curve) for curve in document["cost_curves"]]
+    lines += ["", *_kernel_lines(document["kernels"])]
     pair = document.get("pair")
     if pair is not None:
         lines += ["", f"target {pair['target']}" + (f"; {pair['recognised']}" if pair["recognised"] else "")]
@@ -159,6 +164,14 @@ def report(document: Mapping[str, Any]) -> str:
             lines.append("accepted by slot: " + " ".join(f"{share:.2f}" for share in pair["accepted"]))
         lines += [f"{'ok' if check['passed'] else 'failed'}: {check['detail']}" for check in pair["checks"]]
     return "\n".join(lines)
+
+
+def _kernel_lines(kernels: Mapping[str, Any]) -> list[str]:
+    """Which kernels are in force, and what was found out about each op so far."""
+    from .kernels.pick import Choice
+
+    tried = [f"  {Choice(**choice)}" for choice in kernels["choices"]]
+    return [f"kernels: {kernels['in_force']} ({kernels['reason']}); {len(tried)} stored verdicts", *tried]
 
 
 def _curve_line(curve: Mapping[str, Any]) -> str:

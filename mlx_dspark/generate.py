@@ -169,6 +169,9 @@ def _stream(
             if finish is not None:
                 break
     rest = stream.finish()
+    certified = getattr(pair.draft, "certified_share", None)
+    if certified is not None:
+        stats.facts = {**facts, "certified_share": round(certified, 4)}
     yield Chunk(rest.text, (), () if options.logprobs else None, "stop" if rest.stopped else finish, None, stats)
 
 

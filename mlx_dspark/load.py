@@ -15,6 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 
 from .backend import BLAS_HINT, compute_dtype, on_cpu, preload_blas
+from .candidates import find_walk
 from .convert import open_checkpoint
 from .convert.detect import is_draft
 from .convert.files import read_config, read_headers
@@ -23,6 +24,7 @@ from .draft.build import check_finite
 from .draft.classic import ClassicDraft
 from .errors import CacheError, FormatError, PairError
 from .hub import resolve
+from .kernels import REFERENCE, Choice, Kernels, choose_kernels
 from .pairing import check_pair, check_tokenizers, matched
 from .registry import find_target
 from .structs import KVOptions
@@ -36,6 +38,7 @@ class Pair:
     """A target with its tokenizer and, if there is one, its draft.
 
     notes: what was decided on the user's behalf while loading, one sentence each.
+    kernels: what runs the accept test; the draft has its own part of them.
     """
 
     target: Target
@@ -43,6 +46,7 @@ class Pair:
     draft: Draft | None
     notes: tuple[str, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
+    kernels: Kernels = REFERENCE
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -93,7 +97,9 @@ def load(
         draft = _load_draft(draft, target, options)
     elif draft:
         _join(target, draft, tokenizer)
-    return Pair(target, tokenizer, draft or None, tuple(notes), _facts(target, draft or None))
+    kernels = _kernels(target, draft) if draft else REFERENCE
+    facts = {**_facts(target, draft or None), "kernels": kernels.summary}
+    return Pair(target, tokenizer, draft or None, (*notes, *kernels.notes), facts, kernels)
 
 
 def encode_prompt(
@@ -208,6 +214,26 @@ def _join(target: Target, draft: Draft, tokenizer: Any) -> None:
         tables.borrow(TargetTables(target.embed, target.head))
     if target.vocab_size is not None:
         tables.match(target.vocab_size)
+
+
+def _kernels(target: Target, draft: Draft) -> Kernels:
+    """Choose the kernels of a pair, and give the draft its part of them."""
+    if target.vocab_size is None or target.dtype is None:
+        return REFERENCE
+    block = draft if isinstance(draft, BlockDraft) else None
+    markov = None if block is None or block.tables.reduced else block.sequential_head
+    kernels = choose_kernels(
+        markov, target.vocab_size if block is None else block.tables.rows(block.spec.head_rows), draft.gamma,
+        target.dtype if block is None else block.dtype, target.vocab_size, target.dtype,
+        0 if block is None else block.spec.hidden_size,
+    )
+    if block is not None:
+        by_candidates = find_walk(block)
+        if by_candidates is not None:
+            chosen = Choice("walk_greedy", "", "candidates", "its bounds are stored")
+            kernels = dataclasses.replace(kernels, walk_greedy=by_candidates, choices=(*kernels.choices, chosen))
+        block.use(kernels)
+    return kernels
 
 
 def read_draft(folder: Path, dtype: mx.Dtype | None = None, bits: int | None = None) -> BlockDraft | Eagle3Draft:

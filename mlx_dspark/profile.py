@@ -11,7 +11,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -193,8 +193,18 @@ def command(short: bool, as_json: bool, plot: Path | None, **pair_fields: Any) -
     if plot is not None:
         check_plot(plot)
     pair = open_pair(notes, **pair_fields)
+    from .candidates import find_walk, prepare
+    from .draft import BlockDraft
     from .store import save_curve
 
+    if not short and isinstance(pair.draft, BlockDraft):
+        said = prepare(pair.draft, notes.progress)
+        by_candidates = find_walk(pair.draft)
+        if by_candidates is not None:
+            pair.draft.use(replace(pair.draft.kernels, walk_greedy=by_candidates))
+        notes.progress("")
+        if said is not None:
+            notes.say(said)
     curve = measure(pair, short, notes.progress)
     notes.progress("")
     notes.say(f"stored in {save_curve(pair, curve)}")

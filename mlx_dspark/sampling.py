@@ -1,7 +1,8 @@
 """One processed distribution for drafting, accepting, residual and bonus; the accept rule.
 
 Everything is batched over requests (leading axis B) and stays on the device. A rule is built once
-per request from its `Sampling`; the round loop then only calls `picker` and `judge`.
+per request from its `Sampling`; the round loop then only calls `picker` and `judge`. The accept test
+itself is in `kernels/accept.py`, beside the kernels that do the same.
 
 The exactness argument (Leviathan et al. 2023; paper, section 2): a draft drawn from q and accepted
 with probability min(1, p/q), with a rejection replaced by a draw from normalise(max(p - q, 0)), has
@@ -17,13 +18,13 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from .kernels import REFERENCE, Kernels
+from .kernels.accept import sampled_reference
 from .structs import Sampling, Verdict
 
 Processor = Callable[[mx.array, mx.array], mx.array]  # (tokens [n], logits [1, V]) -> logits [1, V]
 Shape = Callable[[mx.array], mx.array]  # logits [..., V] -> float32 log-probabilities [..., V]
 Pick = Callable[[mx.array, Sequence[mx.array]], tuple[mx.array, mx.array | None]]
-
-RESIDUAL_FLOOR = 1e-8  # below this mass a residual is rounding noise: p and q are equal
 
 
 class Rule(Protocol):
@@ -31,6 +32,9 @@ class Rule(Protocol):
 
     uses_history: bool
     seed: int | None
+
+    def using(self, kernels: Kernels) -> Rule:
+        """The same rule with the kernels that a pair chose for its device."""
 
     def start(self) -> mx.array | None:
         """The request's own random key, None when nothing is random."""
@@ -56,9 +60,10 @@ def make_rule(sampling: Sampling, processors: Sequence[Processor] = ()) -> Rule:
     """
     process = _make_process(processors)
     if sampling.greedy:
-        return GreedyRule(process, bool(processors))
+        return GreedyRule(process)
     seed = int.from_bytes(os.urandom(4), "little") if sampling.seed is None else sampling.seed
-    return SampledRule(process, bool(processors), make_shape(sampling), seed)
+    plain = not (sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0)
+    return SampledRule(process, make_shape(sampling), 1 / sampling.temperature, plain, seed)
 
 
 def make_shape(sampling: Sampling) -> Shape:
@@ -97,34 +102,25 @@ def logsumexp(logits: mx.array, chunk: int = 512) -> mx.array:
     return mx.logsumexp(mx.logsumexp(chunks, axis=-1), axis=-1, keepdims=True)
 
 
-def accept_mask(p: mx.array, q: mx.array, drafts: mx.array, uniforms: mx.array) -> mx.array:
-    """Which drafts pass u < p(x) / q(x), each on its own.
+class ArgmaxPick:
+    """The best token, of plain logits: what a greedy walk on the device can do by itself."""
 
-    p, q: [B, N, V]; drafts, uniforms (in [0, 1)): [B, N]. The product form needs no guard against a
-    small q (DeepSeek's code divides by max(q, 1e-8), which is not exact below that). Returns bool [B, N].
+    def __call__(self, logits: mx.array, drafts: Sequence[mx.array]) -> tuple[mx.array, None]:
+        return mx.argmax(logits, axis=-1), None
+
+
+class GumbelPick:
+    """A draw from softmax(logits / temperature): what a sampled walk on the device can do by itself.
+
+    keys: one a slot [N, 2]; scale: 1 / temperature, float32 [1].
     """
-    p_x = mx.take_along_axis(p, drafts[..., None], axis=-1)[..., 0]  # [B, N]
-    q_x = mx.take_along_axis(q, drafts[..., None], axis=-1)[..., 0]  # [B, N]
-    return uniforms * q_x < p_x
 
+    def __init__(self, shape: Shape, scale: mx.array, keys: mx.array):
+        self.shape, self.scale, self.keys = shape, scale, keys
 
-def next_weights(p: mx.array, q: mx.array, accepted: mx.array) -> mx.array:
-    """Unnormalised weights of the token after the accepted run.
-
-    p: [B, N + 1, V]; q: [B, N, V]; accepted: [B]. Returns [B, V]: max(p - q, 0) of the rejected row,
-    p itself for the bonus row and where p equals q.
-    """
-    q = mx.concatenate([q, mx.zeros_like(p[:, :1])], axis=1)  # the bonus row has no draft   [B, N + 1, V]
-    at = accepted[:, None, None].astype(mx.int32)
-    p_row = mx.take_along_axis(p, at, axis=1)[:, 0]  # [B, V]
-    q_row = mx.take_along_axis(q, at, axis=1)[:, 0]  # [B, V]
-    residual = mx.maximum(p_row - q_row, 0)
-    return mx.where(residual.sum(axis=-1, keepdims=True) > RESIDUAL_FLOOR, residual, p_row)
-
-
-def leading_run(passed: mx.array) -> mx.array:
-    """Length of the leading run of True [B, N] -> int32 [B]."""
-    return mx.cumprod(passed.astype(mx.int32), axis=1).sum(axis=1).astype(mx.int32)
+    def __call__(self, logits: mx.array, drafts: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
+        log_q = self.shape(logits)  # [B, V]
+        return mx.random.categorical(log_q, key=self.keys[len(drafts)]), log_q
 
 
 class GreedyRule:
@@ -132,9 +128,13 @@ class GreedyRule:
 
     seed = None
 
-    def __init__(self, process: _Process, uses_history: bool):
+    def __init__(self, process: _Process | None, kernels: Kernels = REFERENCE):
         self._process = process
-        self.uses_history = uses_history
+        self._accept = kernels.accept_greedy
+        self.uses_history = process is not None
+
+    def using(self, kernels: Kernels) -> GreedyRule:
+        return GreedyRule(self._process, kernels)
 
     def start(self) -> None:
         return None
@@ -143,29 +143,39 @@ class GreedyRule:
         return None, None, None
 
     def picker(self, seen: mx.array | None, key: mx.array | None, slots: int) -> Pick:
-        def pick(logits: mx.array, drafts: Sequence[mx.array]) -> tuple[mx.array, None]:
-            return mx.argmax(self._process(logits[:, None], seen, drafts)[:, 0], axis=-1), None  # [B]
-
-        return pick
+        best, process = ArgmaxPick(), self._process
+        if process is None:
+            return best
+        return lambda logits, drafts: best(process(logits[:, None], seen, drafts)[:, 0], drafts)
 
     def judge(
         self, drafts: mx.array, log_q: mx.array | None, logits: mx.array,
         seen: mx.array | None, key: mx.array | None,
     ) -> Verdict:
-        logits = self._process(logits, seen, [drafts[:, k] for k in range(drafts.shape[1])])
-        tokens = mx.argmax(logits, axis=-1).astype(mx.int32)  # [B, N + 1]
-        accepted = leading_run(drafts == tokens[:, :-1])
+        logits = _processed(self._process, logits, seen, drafts)
+        accepted, tokens = self._accept(drafts, logits)
         return Verdict(accepted, tokens, _logprobs(logits, tokens))
 
 
 class SampledRule:
-    """Rejection sampling with the request's own key; exact for every draft distribution."""
+    """Rejection sampling with the request's own key; exact for every draft distribution.
 
-    def __init__(self, process: _Process, uses_history: bool, shape: Shape, seed: int):
-        self._process = process
-        self._shape = shape
-        self.uses_history = uses_history
+    plain: the temperature alone shapes the distribution, as the kernels know it.
+    """
+
+    def __init__(
+        self, process: _Process | None, shape: Shape, scale: float, plain: bool, seed: int,
+        kernels: Kernels = REFERENCE,
+    ):
+        self._process, self._shape, self._plain = process, shape, plain and process is None
+        self._scale = mx.array([scale], dtype=mx.float32)
+        self._arguments = (process, shape, scale, plain, seed)
+        self._accept = kernels.accept_sampled if self._plain else None
+        self.uses_history = process is not None
         self.seed = seed
+
+    def using(self, kernels: Kernels) -> SampledRule:
+        return SampledRule(*self._arguments, kernels)
 
     def start(self) -> mx.array:
         return mx.random.key(self.seed)
@@ -175,13 +185,12 @@ class SampledRule:
         return later, drafting, judging
 
     def picker(self, seen: mx.array | None, key: mx.array | None, slots: int) -> Pick:
-        keys = mx.random.split(key, slots)
-
-        def pick(logits: mx.array, drafts: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
-            log_q = self._shape(self._process(logits[:, None], seen, drafts)[:, 0])  # [B, V]
-            return mx.random.categorical(log_q, key=keys[len(drafts)]), log_q
-
-        return pick
+        draw, process = GumbelPick(self._shape, self._scale, mx.random.split(key, slots)), self._process
+        if self._plain:
+            return draw
+        if process is None:
+            return lambda logits, drafts: draw(logits, drafts)
+        return lambda logits, drafts: draw(process(logits[:, None], seen, drafts)[:, 0], drafts)
 
     def judge(
         self, drafts: mx.array, log_q: mx.array | None, logits: mx.array,
@@ -196,25 +205,27 @@ class SampledRule:
         seen: mx.array | None, uniforms: mx.array, next_key: mx.array,
     ) -> Verdict:
         """`judge` with the accept tests' uniforms [B, N] given (for replaying recorded runs)."""
-        slots = drafts.shape[1]
-        logits = self._process(logits, seen, [drafts[:, k] for k in range(slots)])
-        p = mx.exp(self._shape(logits))  # [B, N + 1, V]
-        q = _one_hot(drafts, p.shape[-1]) if log_q is None else mx.exp(log_q)  # [B, N, V]
-        accepted = leading_run(accept_mask(p[:, :slots], q, drafts, uniforms))
-        following = mx.random.categorical(mx.log(next_weights(p, q, accepted)), key=next_key)  # [B]
-        drafts = mx.concatenate([drafts.astype(mx.int32), mx.zeros_like(following)[:, None].astype(mx.int32)], axis=1)
-        slot = mx.arange(slots + 1)
-        tokens = mx.where(slot < accepted[:, None], drafts, following[:, None].astype(mx.int32))  # [B, N + 1]
+        logits = _processed(self._process, logits, seen, drafts)
+        keys = next_key[None] if len(drafts) == 1 else mx.random.split(next_key, len(drafts))  # [B, 2]
+        if self._accept is not None and log_q is not None:
+            accepted, tokens = self._accept(drafts, log_q, logits, self._scale, uniforms, keys)
+        else:
+            accepted, tokens = sampled_reference(drafts, log_q, self._shape(logits), uniforms, keys)
         return Verdict(accepted, tokens, _logprobs(logits, tokens))
 
 
 _Process = Callable[[mx.array, mx.array | None, Sequence[mx.array]], mx.array]
 
 
-def _make_process(processors: Sequence[Processor]) -> _Process:
-    """(logits [B, T, V], seen [n], drafts before the last row) -> processed logits [B, T, V]."""
+def _processed(process: _Process | None, logits: mx.array, seen: mx.array | None, drafts: mx.array) -> mx.array:
+    """Logits [B, N + 1, V] of the rows of drafts [B, N]."""
+    return logits if process is None else process(logits, seen, [drafts[:, k] for k in range(drafts.shape[1])])
+
+
+def _make_process(processors: Sequence[Processor]) -> _Process | None:
+    """(logits [B, T, V], seen [n], drafts before the last row) -> processed logits [B, T, V]; None without any."""
     if not processors:
-        return lambda logits, seen, drafts: logits
+        return None
 
     def process(logits: mx.array, seen: mx.array | None, drafts: Sequence[mx.array]) -> mx.array:
         assert seen is not None and logits.shape[0] == 1, "logits processors need the history of one request"
@@ -262,11 +273,6 @@ def _keep_top(logits: mx.array, top_k: int, top_p: float) -> mx.array:
 def _keep_above(logits: mx.array, min_p: float) -> mx.array:
     """Tokens at least min_p times as likely as the most likely one."""
     return logits >= logits.max(axis=-1, keepdims=True) + mx.log(mx.array(min_p, dtype=mx.float32))
-
-
-def _one_hot(drafts: mx.array, size: int) -> mx.array:
-    """q of drafts [B, N] that were the only choice -> [B, N, V]."""
-    return (mx.arange(size) == drafts[..., None]).astype(mx.float32)
 
 
 def _logprobs(logits: mx.array, tokens: mx.array) -> mx.array:

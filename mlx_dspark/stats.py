@@ -102,7 +102,7 @@ class Statistics:
         speed = [f"decode {self.decode_tps:.1f} tokens/s" if self.decode_tps else None,
                  f"prefill {self.prefill_tps:.1f} tokens/s ({self.prompt_tokens} tokens)" if self.prefill_tps else None,
                  f"peak memory {self.peak_memory_bytes / 1e9:.2f} GB"]
-        shown = ("policy", "costs", "calibration", "dtype", "device", "blas", "seed")
+        shown = ("policy", "costs", "calibration", "dtype", "device", "blas", "certified_share", "seed")
         where = ", ".join(f"{key} {self.facts[key]}" for key in shown if self.facts.get(key) is not None)
         lines = [draft, self._decisions(), "; ".join(part for part in speed if part),
                  f"ms per round: {parts}" if parts else "", where]

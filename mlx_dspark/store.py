@@ -33,6 +33,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or base) / "mlx_dspark"
 
 
+def kernels_folder() -> Path:
+    """Where it is kept which kernels work on this machine."""
+    return cache_folder() / "kernels"
+
+
 def pair_key(pair: Pair) -> dict[str, Any]:
     """Everything a cost depends on; equal keys may share a curve."""
     from .backend import machine

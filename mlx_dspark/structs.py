@@ -113,7 +113,7 @@ class Proposal:
     """What a draft proposes after the anchor; everything is lazy.
 
     tokens: drafts x_1..x_N                                   [B, N]
-    logits: corrected logits (base + transition bias)         [B, N, V]
+    logits: corrected logits (base + transition bias), None where only the best token counts [B, N, V]
     log_q: log of the distribution each token was drawn from, float32 [B, N, V];
         None when the token was the only choice (greedy): q is one-hot.
     confidence_logits: None without a confidence head         [B, N]

@@ -1,11 +1,14 @@
 """Tests demand equal bits between forwards of one row and of many, which mlx's own BLAS on the CPU gives."""
 
+import atexit
 import os
+import shutil
 import tempfile
 
 os.environ["MLX_DSPARK_BLAS"] = "none"  # before mlx_dspark is imported
 os.environ["MLX_DSPARK_NO_PROFILE"] = "1"  # nothing is measured unless a test asks for it
 os.environ["MLX_DSPARK_CACHE"] = tempfile.mkdtemp(prefix="mlx_dspark_tests_")  # nor read from the user's cache
+atexit.register(shutil.rmtree, os.environ["MLX_DSPARK_CACHE"], ignore_errors=True)
 
 import mlx.core as mx  # noqa: E402
 

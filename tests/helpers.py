@@ -17,6 +17,7 @@ from mlx_lm.utils import load_model
 from mlx_dspark.decode import DecodeOptions, decode
 from mlx_dspark.draft import BlockDraft, DraftSpec, TargetTables
 from mlx_dspark.draft.spec import RopeSpec
+from mlx_dspark.kernels.accept import accept_mask, at_rows, at_tokens, next_weights
 from mlx_dspark.load import ASSETS, Pair, load, read_draft
 from mlx_dspark.sampling import make_rule
 from mlx_dspark.schedule import make_policy
@@ -233,3 +234,19 @@ def untrained_draft(target: Target, seed: int = 7, **changes) -> BlockDraft:
     draft.borrow(TargetTables(target.embed, target.head))
     mx.eval(draft.parameters())
     return draft.eval()
+
+
+def passed(p, q, drafts, uniforms):
+    """The accept test of drafts [B, N] under full distributions p [B, N or N + 1, V] and q [B, N, V]."""
+    return accept_mask(at_tokens(p[:, : drafts.shape[1]], drafts), at_tokens(q, drafts), uniforms)
+
+
+def weights_after(p, q, accepted):
+    """Weights [B, V] of the token after runs of `accepted` [B] drafts; p [B, N + 1, V], q [B, N, V]."""
+    q = mx.concatenate([q, mx.zeros_like(p[:, :1])], axis=1)
+    return next_weights(at_rows(p, accepted), at_rows(q, accepted))
+
+
+def best(logits, drafts):
+    """A pick like the greedy rule's, after which the proposal still has its logits."""
+    return mx.argmax(logits, axis=-1), None

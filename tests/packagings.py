@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from helpers import best
 from mlx_dspark.convert import open_checkpoint
 from mlx_dspark.convert.write import Quantisation, Source, write_draft
 
 from mlx_dspark.draft import TargetTables
-from mlx_dspark.sampling import make_rule
-from mlx_dspark.structs import Sampling
 
 VOCAB, HIDDEN, HEAD_DIM, LAYERS, RANK = 96, 64, 16, 2, 32
 TAPS, TARGET_LAYERS, BLOCK, MASK = (0, 2, 4), 6, 5, 95
@@ -228,11 +227,11 @@ def drafted(draft: Any, head: Head, rounds: int = 2) -> tuple[mx.array, mx.array
     """Tokens [R*N], logits [R*N, V] and confidence logits of some greedy rounds over random taps."""
     if draft.tables.incomplete:
         draft.borrow(head.tables())
-    state, rule, proposals = draft.start(), make_rule(Sampling()), []
+    state, proposals = draft.start(), []
     for index in range(rounds):
         rows = 9 if index == 0 else 3
         draft.observe(state, mx.zeros((1, rows), dtype=mx.int32), taps_of(draft.taps, rows, index))
-        proposals.append(draft.propose(state, mx.array([7 + index]), draft.gamma, rule.picker(None, None, draft.gamma)))
+        proposals.append(draft.propose(state, mx.array([7 + index]), draft.gamma, best))
     confidence = [p.confidence_logits[0] for p in proposals if p.confidence_logits is not None]
     return (mx.concatenate([p.tokens[0] for p in proposals]), mx.concatenate([p.logits[0] for p in proposals]),
             mx.concatenate(confidence) if confidence else None)

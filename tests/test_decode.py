@@ -15,6 +15,7 @@ import mlx_dspark
 from mlx_dspark.decode import CLEAR_EVERY, DecodeOptions, decode
 from mlx_dspark.draft.block import FLUSH_ROWS
 from mlx_dspark.generate import stream_generate
+from mlx_dspark.kernels import REFERENCE
 from mlx_dspark.sampling import make_rule
 from mlx_dspark.schedule import CostCurve, make_policy
 from mlx_dspark.structs import Proposal, Round, Sampling, Schedule, Verified
@@ -103,7 +104,7 @@ def scripted_pair(script: Sequence[int], context: int | None = None, **draft):
     """Quacks like a Pair, also for stream_generate, with one letter per token."""
     tokenizer = SimpleNamespace(detokenizer=Letters(), decode=lambda ids: "".join(chr(48 + token) for token in ids))
     return SimpleNamespace(target=ScriptedTarget(script, context), draft=ScriptedDraft(script, **draft),
-                           tokenizer=tokenizer, stop_ids=frozenset({EOS}), facts={})
+                           tokenizer=tokenizer, stop_ids=frozenset({EOS}), facts={}, kernels=REFERENCE)
 
 
 class Letters:

@@ -10,7 +10,7 @@ from functools import cache
 
 import mlx.core as mx
 import pytest
-from helpers import GOLDEN, FakeTokenizer, build_model, pair_of, plain, random_tokens, tiny_model, tokens_of
+from helpers import GOLDEN, FakeTokenizer, best, build_model, pair_of, plain, random_tokens, tiny_model, tokens_of
 from mlx_lm.utils import load_model
 from packagings import (
     HIDDEN,
@@ -32,7 +32,7 @@ from mlx_dspark.draft.block import FLUSH_ROWS
 from mlx_dspark.draft.classic import ClassicDraft
 from mlx_dspark.errors import CacheError
 from mlx_dspark.load import ASSETS, Pair, load, read_draft
-from mlx_dspark.sampling import make_rule
+from mlx_dspark.sampling import ArgmaxPick, make_rule
 from mlx_dspark.schedule import make_policy
 from mlx_dspark.structs import KVOptions, Sampling, Schedule
 from mlx_dspark.target import Target
@@ -113,7 +113,7 @@ def fresh_drafts(pair, text, anchor, slots, monkeypatch):
         for module in (block, eagle3, classic):
             patch.setattr(module, "FLUSH_ROWS", 10**9)
         pair.draft.observe(state, rows, taps)
-    return pair.draft.propose(state, mx.array([anchor]), slots, make_rule(Sampling()).picker(None, None, slots))
+    return pair.draft.propose(state, mx.array([anchor]), slots, best)
 
 
 class Recorded:
@@ -125,8 +125,9 @@ class Recorded:
     def __getattr__(self, name):
         return getattr(self.draft, name)
 
-    def propose(self, *arguments):
-        self.proposals.append(self.draft.propose(*arguments))
+    def propose(self, state, anchor, slots, pick):
+        pick = best if isinstance(pick, ArgmaxPick) else pick  # one that keeps the logits
+        self.proposals.append(self.draft.propose(state, anchor, slots, pick))
         return self.proposals[-1]
 
 

@@ -12,11 +12,13 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers import best, passed, weights_after
 from mlx_lm.utils import load_model
 
 from mlx_dspark.decode import DecodeOptions, decode
+from mlx_dspark.kernels.accept import leading_run
 from mlx_dspark.load import Pair, read_draft
-from mlx_dspark.sampling import accept_mask, leading_run, make_rule, next_weights
+from mlx_dspark.sampling import make_rule
 from mlx_dspark.schedule import make_policy
 from mlx_dspark.structs import KVOptions, Sampling
 from mlx_dspark.target import Target
@@ -135,8 +137,8 @@ def test_block_tensors_of_three_rounds(name):
         close(model.backbone.fuse(features)[0], expected["context_hidden"], LOGITS, f"round {index}: context")
         hidden = model.block_hidden(state, anchor)
         base = model.tables.logits(hidden)
-        stepwise = model.walk(base, hidden, anchor, GREEDY.picker(None, None, model.gamma))
-        proposal = model.propose(whole, anchor, model.gamma, GREEDY.picker(None, None, model.gamma))
+        stepwise = model.walk(base, hidden, anchor, best)
+        proposal = model.propose(whole, anchor, model.gamma, best)
 
         close(hidden[0], expected["block_hidden"], HIDDEN, f"round {index}: block hidden")
         close(base[0], expected["base_logits"], LOGITS, f"round {index}: base logits")
@@ -168,7 +170,7 @@ def test_eagle3_tensors_of_three_rounds(name):
         for each in (state, whole):
             model.observe(each, rows, features[None])
         hidden = steps_of(model, state, inputs[:, 0], expected["sampled_tokens"])
-        proposal = model.propose(whole, inputs[:, 0], model.gamma, GREEDY.picker(None, None, model.gamma))
+        proposal = model.propose(whole, inputs[:, 0], model.gamma, best)
 
         close(hidden[0], expected["step_hidden"], LOGITS, f"{where}: hidden states before the final norm")
         close(model.tables.logits(model.norm(hidden))[0], expected["step_logits"], LOGITS, f"{where}: logits")
@@ -373,9 +375,9 @@ def check_accept_tests(rule, proposal, verified, tokens, uniforms, recorded, whe
     close(np.array(q[0])[at], recorded["draft_prob_of_token"], PROBABILITY, f"{where}: q of the drafts")
     close(np.array(p[0])[at], recorded["target_prob_of_token"], PROBABILITY, f"{where}: p of the drafts")
     ratio = np.array(recorded["target_prob_of_token"]) / np.array(recorded["draft_prob_of_token"])
-    mask = accept_mask(p[:, :-1], q, tokens[None], uniforms)
+    mask = passed(p, q, tokens[None], uniforms)
     assert mask[0].tolist() == (np.array(recorded["uniforms"]) < ratio).tolist(), where
     accepted = recorded["accepted_draft_tokens"]
     assert leading_run(mask).item() == accepted, where
-    weights = next_weights(p, q, mx.array([accepted]))
+    weights = weights_after(p, q, mx.array([accepted]))
     assert weights[0, recorded["next_token"]].item() > 0, f"{where}: the recorded next token cannot be drawn"

@@ -19,14 +19,16 @@ ORDER = [  # a module may import modules of earlier lines
     {"commands", "registry", "hub"},  # click alone, or nothing
     {"models", "stats", "schedule"},
     {"plot", "record", "store", "terminal"},
+    {"kernels"},
     {"sampling", "cache"},
     {"draft", "target"},
-    {"convert", "pairing", "flight"},
+    {"convert", "pairing", "flight", "candidates"},
     {"load"},
     {"decode"},
     {"profile"},
     {"scheduling"},
     {"generate"},
+    {"bench_kernels"},
     {"bench"},
     {"simulate"},
     {"calibrate"},
@@ -172,7 +174,8 @@ def test_an_unknown_name_is_an_attribute_error():
 def test_every_command_is_in_the_group_and_has_a_script():
     from mlx_dspark.cli import _COMMANDS
 
-    declared = {name for path in SOURCES.values() for name in re.findall(r'@click.command\("(\w+)"', path.read_text())}
+    found = r'^@click.(?:command|group)\("(\w+)"'
+    declared = {name for path in SOURCES.values() for name in re.findall(found, path.read_text(), re.M)}
     scripts = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8")
     assert declared == set(_COMMANDS) and len(declared) > 5
     assert all(f'"mlx_dspark.{name}" = ' in scripts for name in declared)

@@ -9,21 +9,14 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers import passed, weights_after
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from mlx_dspark.draft import BlockDraft, DraftSpec
 from mlx_dspark.draft.spec import RopeSpec
-from mlx_dspark.sampling import (
-    GreedyRule,
-    SampledRule,
-    accept_mask,
-    leading_run,
-    log_softmax,
-    make_rule,
-    make_shape,
-    next_weights,
-)
+from mlx_dspark.kernels.accept import leading_run
+from mlx_dspark.sampling import GreedyRule, SampledRule, log_softmax, make_rule, make_shape
 from mlx_dspark.schedule import Fixed, Threshold
 from mlx_dspark.structs import Sampling
 
@@ -100,8 +93,8 @@ def test_a_draft_probability_below_the_references_clamp_is_judged_by_the_true_ra
     case = next(case for case in SAMPLED if case.name == TINY)
     shape = make_shape(sampling(temperature=case.temperature, seed=0))
     p, q = mx.exp(shape(case.logits))[:, :-1], mx.exp(case.log_q(shape))
-    assert accept_mask(p, q, case.drafts, case.uniforms).tolist() == [[True]]
-    assert accept_mask(p, mx.maximum(q, 1e-8), case.drafts, case.uniforms).tolist() == [case.mask] == [[False]]
+    assert passed(p, q, case.drafts, case.uniforms).tolist() == [[True]]
+    assert passed(p, mx.maximum(q, 1e-8), case.drafts, case.uniforms).tolist() == [case.mask] == [[False]]
 
 
 @pytest.mark.parametrize("case", [case for case in SAMPLED if case.name != TINY], ids=lambda case: case.name)
@@ -110,9 +103,9 @@ def test_recorded_accept_decisions(case):
     rule, shape = make_rule(settings), make_shape(settings)
     log_q = case.log_q(shape)
     p, q = mx.exp(shape(case.logits)), mx.exp(log_q)
-    passed = accept_mask(p[:, :-1], q, case.drafts, case.uniforms)
-    assert mx.cumprod(passed.astype(mx.int32), axis=1)[0].tolist() == case.mask
-    assert leading_run(passed).tolist() == [case.raw_accepted]
+    mask = passed(p, q, case.drafts, case.uniforms)
+    assert mx.cumprod(mask.astype(mx.int32), axis=1)[0].tolist() == case.mask
+    assert leading_run(mask).tolist() == [case.raw_accepted]
 
     verdict = rule.judge_with(case.drafts, log_q, case.logits, None, case.uniforms, rule.start())
     assert verdict.accepted.tolist() == [case.raw_accepted]
@@ -124,7 +117,7 @@ def test_recorded_next_token_distribution(case):
     shape = make_shape(sampling(temperature=case.temperature))
     p, q = mx.exp(shape(case.logits)), mx.exp(case.log_q(shape))
     close(p[0], case["target_probs"], PROBABILITY)
-    weights = next_weights(p, q, mx.array([case.accepted]))[0]
+    weights = weights_after(p, q, mx.array([case.accepted]))[0]
     close(weights / weights.sum(), case.next, PROBABILITY)
 
 
@@ -401,7 +394,7 @@ def enumerate_width(target, texts, log_q, mass, count):
     accept = accept_chance(p, q, drafts)  # [B, count]
     joint = 0.0
     for accepted in range(count + 1):
-        weights = np.array(next_weights(p, q, mx.full((len(mass),), accepted)), dtype=np.float64)
+        weights = np.array(weights_after(p, q, mx.full((len(mass),), accepted)), dtype=np.float64)
         reached = mass * accept[:, :accepted].prod(axis=1)
         ended = reached * (1 - accept[:, accepted]) if accepted < count else reached
         committed = np.zeros((V**accepted, V))
@@ -528,8 +521,8 @@ def test_accept_mask_switches_at_the_ratio():
     ratio = accept_chance(mx.concatenate([p, p[:, :1]], axis=1), q, drafts)
     assert 0 < (ratio < 1).sum() < 4, "both kinds must occur"
     below, above = mx.array(ratio - 1e-5, dtype=mx.float32), mx.array(ratio + 1e-5, dtype=mx.float32)
-    assert accept_mask(p, q, drafts, below).all()
-    assert accept_mask(p, q, drafts, above)[0].tolist() == (ratio == 1).tolist()[0]
+    assert passed(p, q, drafts, below).all()
+    assert passed(p, q, drafts, above)[0].tolist() == (ratio == 1).tolist()[0]
 
 
 @pytest.mark.parametrize("accepted", [0, 1, 2])
@@ -541,7 +534,7 @@ def test_equal_distributions_always_accept_and_have_no_residual(accepted):
         verdict = rule.judge_with(mx.array([drafts]), log_p[:, :2], logits, None, almost_one, rule.start())
         assert verdict.accepted.item() == 2
     p = mx.exp(log_p)
-    close(next_weights(p, p[:, :2], mx.array([accepted])), p[:, accepted], 0)
+    close(weights_after(p, p[:, :2], mx.array([accepted])), p[:, accepted], 0)
 
 
 # --- exactness by counting -----------------------------------------------------------------------------------------

@@ -6,41 +6,38 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from ..sampling import Pick
+from ..sampling import ArgmaxPick, Pick
 from ..structs import Proposal
 
 
 class Choices:
     """The tokens of one proposal, chosen left to right; every family's walk fills one.
 
-    anchor: x_0 [B], whose dtype the tokens take.
+    anchor: x_0 [B], whose dtype the tokens take. Where the best token was taken nobody needs the logits
+    again, and keeping them would keep a vocabulary a slot in memory.
     """
 
     def __init__(self, anchor: mx.array, pick: Pick):
         self.tokens: list[mx.array] = []  # x_1, x_2, ... [B] each
         self._anchor, self._pick = anchor, pick
-        self._logits: list[mx.array] = []
+        self._logits: list[mx.array] | None = None if isinstance(pick, ArgmaxPick) else []
         self._log_q: list[mx.array | None] = []
 
     def choose(self, logits: mx.array) -> mx.array:
         """Choose the next token from its corrected logits [B, V] -> [B]."""
         token, log_q = self._pick(logits, self.tokens)
         self.tokens.append(token.astype(self._anchor.dtype))
-        self._logits.append(logits)
+        if self._logits is not None:
+            self._logits.append(logits)
         self._log_q.append(log_q)
         return self.tokens[-1]
 
-    def previous(self) -> mx.array:
-        """x_0..x_{N-1}: the token before each chosen one [B, N]."""
-        return mx.stack([self._anchor, *self.tokens[:-1]], axis=1)
-
-    def proposal(self, confidence_logits: mx.array | None = None) -> Proposal:
+    def proposal(self) -> Proposal:
         """What was chosen, as the round loop takes it."""
         return Proposal(
             tokens=mx.stack(self.tokens, axis=1),
-            logits=mx.stack(self._logits, axis=1),
+            logits=None if self._logits is None else mx.stack(self._logits, axis=1),
             log_q=None if self._log_q[0] is None else mx.stack(self._log_q, axis=1),
-            confidence_logits=confidence_logits,
         )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..sampling import Pick
+from ..kernels import REFERENCE, Kernels, walk
+from ..kernels.topk import CertifiedWalk
+from ..sampling import ArgmaxPick, GumbelPick, Pick
 from ..structs import Proposal
 from .backbone import Backbone
 from .base import Choices
@@ -53,6 +55,16 @@ class BlockDraft(nn.Module):
             self.markov_head = make_markov(spec)
         if spec.confidence:
             self.confidence_head = ConfidenceHead(spec)
+        self._kernels = REFERENCE
+
+    @property
+    def kernels(self) -> Kernels:
+        """What walks its blocks: the reference, until `use` is told otherwise."""
+        return self._kernels
+
+    def use(self, kernels: Kernels) -> None:
+        """Walk with the kernels that were chosen for this device."""
+        self._kernels = kernels
 
     @property
     def gamma(self) -> int:
@@ -79,6 +91,12 @@ class BlockDraft(nn.Module):
         """What corrects a slot's logits for the token before it."""
         return self.markov_head if self.spec.selector is None else self.candidate_selector
 
+    @property
+    def certified_share(self) -> float | None:
+        """Slots of greedy walks by candidates that were certified, since loading; None where none was tried."""
+        walk_greedy = self.kernels.walk_greedy
+        return walk_greedy.share if isinstance(walk_greedy, CertifiedWalk) else None
+
     def start(self) -> BlockState:
         return BlockState(self.backbone.make_cache())
 
@@ -104,14 +122,32 @@ class BlockDraft(nn.Module):
     def walk(self, base: mx.array, hidden: mx.array, anchor: mx.array, pick: Pick) -> Proposal:
         """Choose x_1..x_N left to right from base [B, N, V], corrected for what was chosen before."""
         markov = self.sequential_head
-        token, state = anchor, markov.start(hidden)
-        choices = Choices(anchor, pick)
-        for slot in range(hidden.shape[1]):
-            corrected, state = markov.step(token, hidden[:, slot], base[:, slot], state)
-            token = choices.choose(self.tables.widen(corrected))
+        projected = markov.project(hidden)
+        walked = self._fused_walk(base, projected, anchor, pick)
+        if walked is None:
+            choices = Choices(anchor, pick)
+            walk.reference(markov.step, base, projected, anchor, markov.start(len(anchor)),
+                           lambda corrected: choices.choose(self.tables.widen(corrected)))
+            walked = choices.proposal()
         if not self.has_confidence:
-            return choices.proposal()
-        return choices.proposal(self.confidence_head(hidden, choices.previous(), markov))
+            return walked
+        previous = mx.concatenate([anchor[:, None], walked.tokens[:, :-1]], axis=1)  # x_0..x_{N-1}
+        return replace(walked, confidence_logits=self.confidence_head(hidden, previous, markov))
+
+    def _fused_walk(
+        self, base: mx.array, projected: mx.array | None, anchor: mx.array, pick: Pick
+    ) -> Proposal | None:
+        """The walk in one chain of kernels, where the device has them and the pick needs no more than they do."""
+        rows = self.tables.rows(base.shape[-1])
+        if isinstance(pick, ArgmaxPick) and self.kernels.walk_greedy is not None:
+            tokens = self.kernels.walk_greedy(base[..., :rows], projected, anchor)
+            return Proposal(tokens.astype(anchor.dtype))
+        if isinstance(pick, GumbelPick) and self.kernels.walk_sampled is not None:
+            keys = mx.broadcast_to(pick.keys[: base.shape[1]], (len(anchor), base.shape[1], 2))
+            tokens, corrected = self.kernels.walk_sampled(base[..., :rows], projected, anchor, keys, pick.scale)
+            corrected = self.tables.padded(corrected)
+            return Proposal(tokens.astype(anchor.dtype), corrected, pick.shape(corrected))
+        return None
 
     def _take_context(self, state: BlockState) -> mx.array | None:
         """Fuse the pending taps and forget them; None when nothing is pending."""

@@ -72,16 +72,22 @@ class CandidateSelector(nn.Module):
         self.successor_codebook = nn.Embedding(spec.vocab_size, spec.selector.rank)
         self.hidden_projection = nn.Linear(spec.hidden_size, spec.selector.rank, bias=False)
 
-    def start(self, hidden: mx.array) -> None:
+    def project(self, hidden: mx.array) -> mx.array:
+        return self.hidden_projection(hidden)  # [B, N, rank]
+
+    def start(self, requests: int) -> None:
         return None
 
     def embed(self, tokens: mx.array) -> mx.array:
         raise AssertionError("DFlash2 has no Markov embedding")
 
-    def step(self, token: mx.array, hidden: mx.array, base: mx.array, state: None) -> tuple[mx.array, None]:
+    def chain(self) -> None:
+        return None
+
+    def step(self, token: mx.array, projected: mx.array, base: mx.array, state: None) -> tuple[mx.array, None]:
         """Corrected logits [B, V] of the slot after `token` [B]."""
         candidates = mx.argpartition(-base, self.top_k - 1, axis=-1)[:, : self.top_k]  # [B, K]
-        context = self.predecessor_codebook(token) * self.hidden_projection(hidden)  # [B, rank]
+        context = self.predecessor_codebook(token) * projected  # [B, rank]
         edges = (self.successor_codebook(candidates) @ context[..., None])[..., 0]  # [B, K]
         scores = mx.take_along_axis(base, candidates, axis=-1) + edges
         return mx.put_along_axis(mx.full(base.shape, -mx.inf, dtype=base.dtype), candidates, scores, axis=-1), None

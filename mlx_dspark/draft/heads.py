@@ -2,7 +2,7 @@
 
 Every Markov head is the low-rank term B_k = W2 f(W1[x_{k-1}], h_k, s_{k-1}) added to the base logits
 U_k (paper, section 3.1.2; the gated form is only in DeepSeek's code). Concatenation orders are those
-of the checkpoints.
+of the checkpoints; the hidden states' part of a projection is one product for the whole block.
 """
 
 from __future__ import annotations
@@ -12,35 +12,50 @@ from typing import Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..kernels.argmax import correct
+from ..kernels.table import Table
+from ..kernels.walk import Chain
 from .spec import DraftSpec
 
 
 class Markov(Protocol):
-    """One head. The walk calls `start` once a block and `step` once a slot."""
+    """One head. The walk calls `project` and `start` once a block and `step` once a slot."""
 
-    def start(self, hidden: mx.array) -> mx.array | None:
-        """State s_0 of a block with hidden states [B, T, D]."""
+    def project(self, hidden: mx.array) -> mx.array | None:
+        """What the head needs of the hidden states [B, N, D] of all slots: [B, N, J], None if nothing."""
+
+    def start(self, requests: int) -> mx.array | None:
+        """State s_0 of a block."""
 
     def step(
-        self, token: mx.array, hidden: mx.array, base: mx.array, state: mx.array | None
+        self, token: mx.array, projected: mx.array | None, base: mx.array, state: mx.array | None
     ) -> tuple[mx.array, mx.array | None]:
-        """Corrected logits [B, V] of the slot after `token` [B], from its hidden state [B, D] and base logits."""
+        """Corrected logits [B, V] of the slot after `token` [B], from its row of `project` and its base logits."""
 
     def embed(self, tokens: mx.array) -> mx.array:
         """W1 rows of tokens [...] -> [..., R]."""
+
+    def chain(self) -> Chain | None:
+        """The head as the kernels see it; None if it has no low-rank form."""
 
 
 class NoMarkov(nn.Module):
     """Heads off: DFlash."""
 
-    def start(self, hidden: mx.array) -> None:
+    def project(self, hidden: mx.array) -> None:
         return None
 
-    def step(self, token: mx.array, hidden: mx.array, base: mx.array, state: None) -> tuple[mx.array, None]:
+    def start(self, requests: int) -> None:
+        return None
+
+    def step(self, token: mx.array, projected: None, base: mx.array, state: None) -> tuple[mx.array, None]:
         return base, None
 
     def embed(self, tokens: mx.array) -> mx.array:
         raise AssertionError("rank 0 has no embedding")
+
+    def chain(self) -> None:
+        return None
 
 
 class VanillaMarkov(nn.Module):
@@ -54,11 +69,17 @@ class VanillaMarkov(nn.Module):
     def embed(self, tokens: mx.array) -> mx.array:
         return self.markov_w1(tokens)
 
-    def start(self, hidden: mx.array) -> None:
+    def project(self, hidden: mx.array) -> None:
         return None
 
-    def step(self, token: mx.array, hidden: mx.array, base: mx.array, state: None) -> tuple[mx.array, None]:
-        return base + self.markov_w2(self.embed(token)), None
+    def start(self, requests: int) -> None:
+        return None
+
+    def step(self, token: mx.array, projected: None, base: mx.array, state: None) -> tuple[mx.array, None]:
+        return correct(base, self.embed(token), Table.of(self.markov_w2)), None
+
+    def chain(self) -> Chain:
+        return Chain(Table.of(self.markov_w1), Table.of(self.markov_w2))
 
 
 class GatedMarkov(nn.Module):
@@ -73,13 +94,21 @@ class GatedMarkov(nn.Module):
     def embed(self, tokens: mx.array) -> mx.array:
         return self.markov_w1(tokens)
 
-    def start(self, hidden: mx.array) -> None:
+    def project(self, hidden: mx.array) -> mx.array:
+        rank = self.gate_proj.bias.shape[0]
+        return self.gate_proj(mx.pad(hidden, [(0, 0), (0, 0), (0, rank)]))  # [B, N, R]
+
+    def start(self, requests: int) -> None:
         return None
 
-    def step(self, token: mx.array, hidden: mx.array, base: mx.array, state: None) -> tuple[mx.array, None]:
-        e = self.embed(token)  # [B, R]
-        gate = mx.sigmoid(self.gate_proj(mx.concatenate([hidden, e], axis=-1)))  # [B, R]
-        return base + self.markov_w2(gate * e), None
+    def step(self, token: mx.array, projected: mx.array, base: mx.array, state: None) -> tuple[mx.array, None]:
+        chain, e = self.chain(), self.embed(token)  # [B, R]
+        gate = mx.sigmoid(projected + chain.mixing().times(e))  # [B, R]
+        return correct(base, gate * e, chain.w2), None
+
+    def chain(self) -> Chain:
+        mix = Table.of(self.gate_proj)
+        return Chain(Table.of(self.markov_w1), Table.of(self.markov_w2), gates=1, mix=mix, at=mix.width - mix.rows)
 
 
 class RnnMarkov(nn.Module):
@@ -98,15 +127,25 @@ class RnnMarkov(nn.Module):
     def embed(self, tokens: mx.array) -> mx.array:
         return self.markov_w1(tokens)
 
-    def start(self, hidden: mx.array) -> mx.array:
+    def project(self, hidden: mx.array) -> mx.array:
         rank = self.joint_proj.bias.shape[0] // 3
-        return mx.zeros((hidden.shape[0], rank), dtype=hidden.dtype)  # [B, R]
+        return self.joint_proj(mx.pad(hidden, [(0, 0), (0, 0), (2 * rank, 0)]))  # [B, N, 3R]
 
-    def step(self, token: mx.array, hidden: mx.array, base: mx.array, state: mx.array) -> tuple[mx.array, mx.array]:
-        joint = self.joint_proj(mx.concatenate([state, self.embed(token), hidden], axis=-1))  # [B, 3R]
+    def start(self, requests: int) -> mx.array:
+        bias = self.joint_proj.bias
+        return mx.zeros((requests, bias.shape[0] // 3), dtype=bias.dtype)  # [B, R]
+
+    def step(
+        self, token: mx.array, projected: mx.array, base: mx.array, state: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        chain = self.chain()
+        joint = projected + chain.mixing().times(mx.concatenate([state, self.embed(token)], axis=-1))  # [B, 3R]
         gate, candidate, output = mx.split(joint, 3, axis=-1)  # [B, R] each
         gate = mx.sigmoid(gate)
-        return base + self.markov_w2(mx.tanh(output)), gate * state + (1 - gate) * mx.tanh(candidate)
+        return correct(base, mx.tanh(output), chain.w2), gate * state + (1 - gate) * mx.tanh(candidate)
+
+    def chain(self) -> Chain:
+        return Chain(Table.of(self.markov_w1), Table.of(self.markov_w2), gates=3, mix=Table.of(self.joint_proj))
 
 
 class ConfidenceHead(nn.Module):

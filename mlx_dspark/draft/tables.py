@@ -71,10 +71,23 @@ class Tables(nn.Module):
         cap = self._spec.softcap
         return fitted(logits if cap is None else mx.tanh(logits / cap) * cap, self._spec.head_rows)
 
+    @property
+    def reduced(self) -> bool:
+        """The head speaks a vocabulary of its own."""
+        return self._spec.draft_vocab_size is not None
+
+    def rows(self, columns: int) -> int:
+        """How many of a head's columns are ids of the target."""
+        return min(columns, self._width)
+
+    def padded(self, logits: mx.array) -> mx.array:
+        """[..., columns] -> [..., target's V]: cut, or filled with -inf."""
+        return fitted(logits, self._width)
+
     def widen(self, logits: mx.array) -> mx.array:
         """[B, head rows] -> [B, target's V]; ids the draft cannot say are -inf."""
         if self._spec.draft_vocab_size is None:
-            return fitted(logits, self._width)
+            return self.padded(logits)
         ids = mx.arange(self._spec.draft_vocab_size) + self.d2t
         wide = mx.full((logits.shape[0], self._spec.vocab_size), -mx.inf, dtype=logits.dtype)
         wide[:, ids] = logits
