@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_dspark.load import read_draft
 from mlx_dspark.train.anchors import Anchors, make_blocks, slot_weights, visible
 from mlx_dspark.train.eagle3 import Eagle3Batch, _step_loss, eagle3_loss, step_hidden, step_masks
-from mlx_dspark.train.forward import block_hidden, latents
+from mlx_dspark.train.forward import block_hidden
 from mlx_dspark.train.losses import Batch, LossWeights, Sums, block_loss, head_of
 from mlx_dspark.train.model import file_name, freeze
 from mlx_dspark.train.optimise import Optimiser, Schedule
@@ -89,8 +89,8 @@ def test_forward_of_all_blocks(name):
     batch = recorded(name, draft)
     hidden = block_hidden(draft, batch.taps, batch.blocks)
     close(hidden.reshape(2, 42, -1), golden["output_hidden"], "hidden states", 2e-5)
-    latent = latents(draft.markov_head, mx.array(batch.blocks.previous), hidden)
-    head = head_of(draft)
+    latent = draft.markov_head.latents(mx.array(batch.blocks.previous).flatten(0, 1), hidden.flatten(0, 1))
+    head, latent = head_of(draft), None if latent is None else latent.reshape(*hidden.shape[:3], -1)
     close(head.corrected(head.base(hidden), latent), golden["draft_logits"], "logits", 1e-4)
     if "confidence_pred" in golden:
         logits = draft.confidence_head(hidden, mx.array(batch.blocks.previous), draft.markov_head)

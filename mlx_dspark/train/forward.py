@@ -6,13 +6,10 @@ block; its attention has two parts, the context of its sequence and the block it
 
 from __future__ import annotations
 
-from functools import singledispatch
-
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..draft.block import BlockDraft
-from ..draft.heads import GatedMarkov, Markov, NoMarkov, RnnMarkov, VanillaMarkov
 from .anchors import Anchors, Blocks
 
 SCORE_BYTES = 2**28  # attention scores alive at once; beyond, groups of anchors are computed again backwards
@@ -93,41 +90,3 @@ def _two_part(
     out = out.transpose(0, 2, 4, 1, 3, 5) + own.reshape(batch, count, kv_heads, group, slots, width).transpose(
         0, 1, 4, 2, 3, 5)  # [B, A, T, G, g, d]
     return out.reshape(batch, count, slots, -1) * keep[..., None, None]
-
-
-@singledispatch
-def latents(head: Markov, previous: mx.array, hidden: mx.array) -> mx.array | None:
-    """What W2 turns into the bias B_k, of all slots: previous tokens [..., T], hidden [..., T, D] -> [..., T, R].
-
-    The teacher-forced twin of a head's `step`. Raises ValueError for a head that cannot be trained here.
-    """
-    raise ValueError(f"{type(head).__name__} cannot be trained here: none, vanilla, gated and rnn can")
-
-
-@latents.register
-def _(head: NoMarkov, previous: mx.array, hidden: mx.array) -> None:
-    return None
-
-
-@latents.register
-def _(head: VanillaMarkov, previous: mx.array, hidden: mx.array) -> mx.array:
-    return head.embed(previous)
-
-
-@latents.register
-def _(head: GatedMarkov, previous: mx.array, hidden: mx.array) -> mx.array:
-    e = head.embed(previous)
-    return mx.sigmoid(head.gate_proj(mx.concatenate([hidden, e], axis=-1))) * e
-
-
-@latents.register
-def _(head: RnnMarkov, previous: mx.array, hidden: mx.array) -> mx.array:
-    e, outputs = head.embed(previous), []
-    state = mx.zeros(e[..., 0, :].shape, dtype=hidden.dtype)  # a block starts from nothing
-    for slot in range(previous.shape[-1]):
-        joint = head.joint_proj(mx.concatenate([state, e[..., slot, :], hidden[..., slot, :]], axis=-1))
-        gate, candidate, output = mx.split(joint, 3, axis=-1)
-        gate = mx.sigmoid(gate)
-        outputs.append(mx.tanh(output))
-        state = gate * state + (1 - gate) * mx.tanh(candidate)
-    return mx.stack(outputs, axis=-2)

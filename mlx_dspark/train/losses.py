@@ -16,7 +16,7 @@ import numpy as np
 from ..draft.block import BlockDraft
 from .anchors import Blocks
 from .columns import Columns
-from .forward import block_hidden, latents
+from .forward import block_hidden
 from .projection import Goal, Head, project
 
 EPSILON = 1e-6  # of the divisor, as in DeepSeek's code
@@ -88,24 +88,22 @@ def block_loss(
 
     columns: the part of the vocabulary that it is computed over; None is all of it.
     """
-    blocks = batch.blocks
-    hidden = block_hidden(draft, batch.taps, blocks)  # [B, A, T, D]
-    latent = latents(draft.markov_head, mx.array(blocks.previous), hidden)
+    blocks, head = batch.blocks, head_of(draft)
+    previous = mx.array(blocks.previous).flatten(0, 1)  # [B*A, T]
+    hidden = block_hidden(draft, batch.taps, blocks).flatten(0, 1)  # [B*A, T, D]
+    latent = draft.markov_head.latents(previous, hidden)
     rows = np.flatnonzero(blocks.counted)  # slots that do not count are not projected
-    index, length = mx.array(rows), batch.last.shape[1]
-    sources = blocks.sources + np.arange(len(blocks.sources))[:, None, None] * length
-    flat, w = _rows(hidden, index), mx.array(batch.weights.reshape(-1)[rows])
-    scale = 1 / (batch.divisor + EPSILON)
-    labels, head = blocks.labels.reshape(-1)[rows], head_of(draft)
+    index, w = mx.array(rows), mx.array(batch.weights.reshape(-1)[rows])
+    flat, scale, labels = _rows(hidden, index), 1 / (batch.divisor + EPSILON), blocks.labels.reshape(-1)[rows]
     if columns is not None:
         labels, head = columns.labels(labels), columns.head(head)
-    goal = Goal(_rows(batch.last, mx.array(sources.reshape(-1)[rows])), mx.array(labels), w * (weights.ce * scale),
+    goal = Goal(_target_rows(batch, rows), mx.array(labels), w * (weights.ce * scale),
                 w * (weights.tv * scale) if weights.tv else None)
     total, ce, variation = project(flat, None if latent is None else _rows(latent, index), head, goal, chunk)
     accept = mx.clip(1 - 0.5 * variation, 0, 1)  # c* [N]
     bce, confidence = mx.zeros_like(ce), accept
     if draft.has_confidence:
-        logit = draft.confidence_head(flat, mx.array(blocks.previous.reshape(-1)[rows]), draft.markov_head)
+        logit = draft.confidence_head(flat, previous.flatten()[index], draft.markov_head)
         bce, confidence = nn.losses.binary_cross_entropy(logit, accept, reduction="none"), mx.sigmoid(logit)
         total = total + (w * bce).sum() * (weights.confidence * scale)
     return total, mx.stop_gradient(_sums(blocks, index, w, (ce, variation, bce), (accept, confidence)))
@@ -116,11 +114,21 @@ def head_of(draft: nn.Module) -> Head:
     spec = draft.spec
     if "lm_head" not in draft.tables or spec.draft_vocab_size is not None or spec.logit_scale != 1:
         raise ValueError("this draft cannot be trained: its output head is not a full table of its own")
+    if spec.selector is not None:
+        raise ValueError("this draft cannot be trained: DFlash2's candidate selector has no loss here")
     w2 = getattr(getattr(draft, "markov_head", None), "markov_w2", None)
     return Head(draft.tables.lm_head.weight, None if w2 is None else w2.weight, spec.softcap)
 
 
+def _target_rows(batch: Batch, rows: np.ndarray) -> mx.array:
+    """Last hidden states [N, D] of the positions whose target distribution the slots `rows` must match."""
+    sources = batch.blocks.sources  # [B, A, T], positions of their sequences
+    sequences = np.arange(len(sources))[:, None, None]
+    return _rows(batch.last, mx.array((sequences * batch.last.shape[1] + sources).reshape(-1)[rows]))
+
+
 def _rows(array: mx.array, index: mx.array) -> mx.array:
+    """Rows [N, W] of an array [..., W] by their numbers in the flattened leading axes."""
     return array.reshape(-1, array.shape[-1])[index]
 
 

@@ -17,6 +17,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..backend import on_cpu
+from ..kernels.argmax import correct
+from ..kernels.table import Table
 from .softmax import softmax
 
 CHUNK_BYTES = 2**28  # float32 logits of one chunk
@@ -45,7 +47,7 @@ class Head:
 
     def corrected(self, base: mx.array, latent: mx.array | None) -> mx.array:
         """Base logits plus the bias of latents [N, R]."""
-        logits = base if self.w2 is None else base + (latent @ self.w2.T).astype(mx.float32)
+        logits = base if self.w2 is None else correct(base, latent, Table(self.w2))
         return logits if self.shift is None else logits + self.shift
 
     def target(self, last: mx.array) -> mx.array:
