@@ -103,6 +103,7 @@ def test_plain_text_is_joined_and_cut_into_windows(tmp_path):
     whole = [0, *[97] * 40, 0, *[98] * 30]
     assert np.concatenate([ids for ids, _ in rows]).tolist() == whole[:64]
     assert all(mask.all() for _, mask in rows)
+    assert [source[-5:] for source in corpus.sources] == ["a.txt", "a.txt"]
 
 
 def test_ids_and_dialogues_are_sequences_of_their_own(tmp_path):
@@ -110,7 +111,9 @@ def test_ids_and_dialogues_are_sequences_of_their_own(tmp_path):
     empty = {"ids": [1] * 20, "loss_mask": [0, 1] * 10}
     talk = {"conversations": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "w" * 50}]}
     data = read_data([write(tmp_path / "d.jsonl", short, empty, talk)], Letters("plain"), SETTINGS, 300)
-    assert (len(data.train), data.dropped) == (2, 1)
+    assert (len(data.train), data.dropped, data.cut) == (2, 1, 1)
+    assert [source[-6:] for source in data.train.sources] == ["line 1", "line 3"]
+    assert data.train.length([0, 1]) == 52
     ids, mask, lengths = data.train.rows([0, 1])
     assert lengths.tolist() == [20, 32] and ids.shape == (2, 32)
     assert mask[0].tolist() == [0] * 4 + [1] * 16 + [0] * 12
@@ -126,8 +129,26 @@ def test_documents_are_held_out_by_their_text(tmp_path):
         {again.valid.row(i)[0][0] for i in range(len(again.valid))}
 
 
+def test_few_documents_fall_on_both_sides(tmp_path):
+    """One text is one document: its last windows are held out, whichever side its hash falls on."""
+    for text in map(str, range(40)):
+        path = tmp_path / "a.txt"
+        path.write_text(text * 500)
+        data = read_data([path], Letters("plain"), TrainConfig(max_length=32, valid=0.2), 300)
+        whole = len(data.train) + len(data.valid)
+        assert len(data.valid) == round(whole / 5) > 1
+        assert len(data.train.sources) == len(data.train) and data.valid.row(0)[0].shape == (32,)
+
+
+def test_separators_inside_a_line_do_not_end_it(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "a\u2028b" * 30}, ensure_ascii=False), encoding="utf-8")
+    assert len(read_data([path], Letters("plain"), SETTINGS, 9000).train) == 3
+
+
 @pytest.mark.parametrize("entry", ["{", "[]", '{"ids": [1, -2]}', '{"ids": [1, 2], "loss_mask": [1]}', '{"other": 1}',
-                                   '{"ids": "abc"}', '{"ids": [[1]]}'])
+                                   '{"ids": "abc"}', '{"ids": [[1]]}', '{"ids": [1.5, 2]}', '{"ids": []}',
+                                   '{"ids": [3000000000]}', '{"ids": [1, 2], "loss_mask": [0, 2]}'])
 def test_damaged_lines_are_named(tmp_path, entry):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n\n' + entry)
@@ -175,8 +196,20 @@ def test_kinds_bring_their_losses():
     assert eagle.layers == 1
 
 
+@pytest.mark.parametrize(("values", "problem"), [
+    ({"kind": "dflash", "tv": 0.5}, "tv is 0.5, but with kind dflash .* only be 0.0"),
+    ({"kind": "eagle3", "columns": 9}, "columns is 9, but with kind eagle3"),
+    ({"confidence": True, "confidence_weight": 0.0}, "confidence is true, but"),
+])
+def test_settings_that_contradict_each_other(values, problem):
+    with pytest.raises(ValueError, match=problem):
+        read_config(None, values)
+    assert read_config(None, {"kind": "dflash", "tv": 0.0}).ce == 1.0
+
+
 @pytest.mark.parametrize(("text", "problem"), [
-    ("lr = ", "is not TOML"), ("speed = 1", "speed is no setting"), ("lr = true", "lr is True"),
+    ("lr = ", "is not TOML"), ("colour = 1", "colour is no setting: the settings are"), ("lr = true", "lr is True"),
+    ("warmupp = 1", "warmupp is no setting: did you mean warmup"),
     ("taps = 3", "taps is 3"),
     ('head = "big"', "head is 'big'"), ("gamma = 0", "gamma is 0: give 1 or more"), ("valid = 0.95", "give 0.0 to 0.9"),
 ])

@@ -145,12 +145,12 @@ def test_eight_steps_of_the_optimiser(name):
     weights = weights_of(fixture(f"{name}.json")["loss_configs"][trace["loss_config"]]["config"])
     optimiser = Optimiser(Schedule(trace["lr"], trace["total_steps"], trace["warmup_ratio"]), trace["max_grad_norm"],
                           trace["weight_decay"])
-    optimiser.start(draft.trainable_parameters())
+    moments = optimiser.start(draft.trainable_parameters())
     for step in trace["steps"]:
         anchors = Anchors(np.array(step["anchor_positions"]), np.array(step["block_keep_mask"]))
         batch = batch_of(name, draft, anchors, weights, weights.decay)
         loss, grads = nn.value_and_grad(draft, lambda model, b=batch: block_loss(model, b, weights)[0])(draft)
-        updated, norm = optimiser.update(step["step"], draft.trainable_parameters(), grads)
+        updated, moments, norm = optimiser.update(step["step"], draft.trainable_parameters(), moments, grads)
         draft.update(updated)
         close(loss, step["loss"], f"loss of step {step['step']}", relative=1e-4)
         close(norm, step["grad_norm_before_clip"], f"norm of step {step['step']}", relative=1e-4)

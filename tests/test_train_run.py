@@ -124,7 +124,7 @@ def test_training_lowers_the_loss_and_the_draft_loads(text, tmp_path):
     assert len(drawn["loss"]["training"]) == 12 and [x for x, _ in drawn["loss"]["held out"]] == [0, 6, 12]
     pair = load(draft=tmp_path / "draft")
     assert pair.draft.gamma == 3 and pair.draft.taps == (1, 3) and pair.draft.has_confidence
-    masters = dict(tree_flatten(trainer.run.draft.trainable_parameters()))
+    masters = dict(tree_flatten(trainer.state.masters))
     np.testing.assert_allclose(pair.draft.backbone.fc.weight, masters["backbone.fc.weight"], 1e-2, 1e-4)
 
 
@@ -147,36 +147,79 @@ def test_accumulated_micro_batches_are_their_mean(text, tmp_path):
     assert next(trainer.reports()).loss == pytest.approx(sum(parts), rel=1e-6)
 
 
+@pytest.mark.parametrize("changes", [{}, {"kind": "eagle3", "taps": (0, 1, 2, 3, 4)}], ids=["dspark", "eagle3"])
+def test_what_is_logged_adds_up_to_the_loss(text, tmp_path, changes):
+    trainer = Trainer(run_of(text, batch=2, accumulate=3, steps=1, valid_every=0, **changes), tmp_path / "draft", False)
+    report = next(trainer.reports())
+    if trainer.run.settings.kind == "eagle3":  # its micro-batches are of one size
+        assert report.sums.loss(trainer.run.task.loss_weights) == pytest.approx(report.loss, rel=1e-5)
+    else:  # theirs are weighted by what counts in them
+        assert report.sums.loss(trainer.run.task.loss_weights) == pytest.approx(report.loss, rel=1e-2)
+
+
+def test_a_step_that_is_broken_off_leaves_nothing(text, tmp_path, monkeypatch):
+    """An interrupt at the worst moment: all is computed, nothing is kept yet."""
+    trainer = Trainer(run_of(text, valid_every=0), tmp_path / "draft", False)
+    reports = trainer.reports()
+    next(reports)
+    before = dict(tree_flatten((trainer.state.masters, trainer.state.moments)))
+    copies = {name: np.array(array) for name, array in before.items()}
+
+    def interrupted(table, report):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer, "_log", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(reports)
+    assert trainer.state.step == 1
+    for name, array in tree_flatten((trainer.state.masters, trainer.state.moments)):
+        np.testing.assert_array_equal(array, copies[name], name)
+
+
+def test_full_memory_is_one_line(text, tmp_path, monkeypatch):
+    trainer = Trainer(run_of(text, valid_every=0), tmp_path / "draft", False)
+
+    def full(chosen):
+        raise RuntimeError("[malloc] Unable to allocate 9 bytes.")
+
+    monkeypatch.setattr(trainer, "_micros", full)
+    with pytest.raises(ValueError, match=r"step 0: mlx stopped .*Unable to allocate.*smaller --batch.*start again"):
+        next(trainer.reports())
+
+
 def test_nan_stops_with_step_and_sequences(text, tmp_path):
     run = run_of(text, valid_every=0)
     trainer = Trainer(run, tmp_path / "draft", False)
     reports = trainer.reports()
     for _ in range(4):
         next(reports)
-    trainer._masters["backbone"]["norm"]["weight"] = mx.full((256,), mx.nan)
-    with pytest.raises(ValueError, match=r"step 4: loss nan.*on sequences \d+, \d+: lower --lr.*step 3 is kept"):
+    before = trainer.state
+    trainer.state.masters["backbone"]["norm"]["weight"] = mx.full((256,), mx.nan)
+    with pytest.raises(ValueError, match=r"step 4: loss nan.*on \S+text.txt: train again.*lower --lr.*checkpoint"):
         next(reports)
+    assert trainer.state is before
     assert mx.isfinite(read_draft(tmp_path / "draft").backbone.norm.weight).all()
 
 
 def test_a_full_disk_is_one_line(text, tmp_path, monkeypatch):
-    from mlx_dspark.train import trainer as module
+    from mlx_dspark.train import checkpoint
 
     trainer = Trainer(run_of(text, valid_every=0), tmp_path / "draft", False)
     reports = trainer.reports()
     for _ in range(4):
         next(reports)
 
-    def full(folder, *arguments):
-        raise OSError(28, "No space left on device", str(folder / "training_state.safetensors"))
+    def full(path, write):
+        raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(module, "write_state", full)
-    with pytest.raises(ValueError, match="checkpoint of step 6 could not be written.*that of step 3 is kept"):
+    monkeypatch.setattr(checkpoint, "replace_file", full)
+    with pytest.raises(ValueError, match=r"state.safetensors: step 6 could not be written \(No space left on device\): "
+                                         r"make room \(step 3 is saved: continue with --resume\)"):
         list(reports)
 
 
 def test_too_little_data(text, tmp_path):
-    with pytest.raises(ValueError, match="fewer than one step takes"):
+    with pytest.raises(ValueError, match="gives 17 sequences to train on, a step takes batch 500"):
         Trainer(run_of(text, batch=500), tmp_path / "draft", False)
 
 
@@ -192,6 +235,8 @@ def test_a_folder_that_holds_a_model_is_left_alone(text):
     (["--head", "big"], 2, "'big' is not one of"),
     (["--mask-token", "9999"], 1, "mask_token_id 9999"),
     (["--model", "nowhere"], 1, "nowhere does not exist"),
+    (["--max-length", "4096"], 1, "more than"),
+    (["--kind", "dflash", "--head", "rnn"], 1, 'head is "rnn", but with kind dflash'),
     (["--template", "qwen", "--data"], 2, "requires an argument"),
 ])
 def test_the_command_refuses_before_it_works(text, tmp_path, options, code, problem):

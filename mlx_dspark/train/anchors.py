@@ -37,6 +37,12 @@ class Blocks:
     sources: np.ndarray
     counted: np.ndarray
 
+    def part(self, sequences: slice) -> Blocks:
+        """The blocks of some of the sequences."""
+        anchors = Anchors(self.anchors.positions[sequences], self.anchors.keep[sequences])
+        arrays = (self.block_ids, self.previous, self.labels, self.sources, self.counted)
+        return Blocks(anchors, *(array[sequences] for array in arrays))
+
 
 def candidates(loss_mask: np.ndarray) -> np.ndarray:
     """Positions [B, S - 1] that may be anchors: they and the next one count in the loss mask [B, S]."""

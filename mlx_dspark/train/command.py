@@ -80,10 +80,14 @@ def command(model: str | None, revision: str | None, files: tuple[Path, ...], ou
     if features is not None:
         run = stored_run(run, features, yes, notes)
     trainer = Trainer(run, out, resume)
+    _announce(trainer, notes)
     _follow(trainer, notes)
+    if not trainer.machines.first:
+        return
     if plot is not None:
         plot_lines(plot, panels(out), "step")
-    click.echo(f"{out}: {trainer.steps} steps, {trainer.tokens} tokens, {trainer.seconds:.0f} s")
+    state = trainer.state
+    click.echo(f"{out}: {state.step} steps, {state.tokens} tokens, {state.seconds:.0f} s")
 
 
 def make_run(
@@ -109,12 +113,17 @@ def make_run(
         notes.say(note)
     target = pair.target
     target.require_tables()
+    if target.context is not None and settings.max_length > target.context:
+        raise ValueError(f"max_length {settings.max_length} is more than {target.name} can read ({target.context} "
+                         f"tokens): give --max-length {target.context}")
     facts = draft_config(read_model_config(folder), target, pair.tokenizer, settings)
     draft, spec = new_draft(facts, target, settings.seed)
     check_pair(target, draft, pair.tokenizer)
     data = read_data(files, pair.tokenizer, settings, target.vocab_size, notes.progress)
     if data.dropped:
         notes.say(f"{data.dropped} sequences hold fewer than {settings.min_tokens} tokens to train on and were dropped")
+    if data.cut:
+        notes.say(f"{data.cut} sequences are longer than {settings.max_length} tokens and were cut")
     check_head(draft, target, mx.array(data.train.row(0)[0][None, :64]), spec.taps)
     identity = {**settings.identity(), "taps": list(spec.taps), "data": data.train.digest(),
                 "target": content_hash(target.model), "features": "online"}
@@ -127,6 +136,7 @@ def stored_run(run: Run, folder: Path, yes: bool, notes: Notes) -> Run:
 
     Raises ValueError where the disk has no room, or where nobody can be asked and `yes` is false.
     """
+    from .machines import Machines
     from .store import Layout, StoredFeatures, check_room, make_store, missing_bytes
 
     parts, taps = [], len(run.draft.taps)
@@ -137,6 +147,9 @@ def stored_run(run: Run, folder: Path, yes: bool, notes: Notes) -> Run:
         parts.append((folder / name, layout, source))
     needed = sum(missing_bytes(place, layout) for place, layout, _ in parts)
     if needed:
+        if Machines().count > 1:
+            raise ValueError(f"{folder}: features are not complete, and several machines cannot make them together: "
+                             "run the same command on one first")
         check_room(folder, needed)
         _ask(folder, needed, sum(len(layout.corpus.ids) for _, layout, _ in parts), yes)
     for place, layout, source in parts:
@@ -166,11 +179,25 @@ def _dtype(settings: TrainConfig) -> Any:
     return getattr(mx, settings.dtype)
 
 
+def _announce(trainer: Trainer, notes: Notes) -> None:
+    """Say what is about to be trained, on what, for how long."""
+    from mlx.utils import tree_flatten
+
+    run, data = trainer.run, trainer.run.data
+    trained = sum(array.size for _, array in tree_flatten(trainer.state.masters))
+    notes.say(f"the draft: {trained / 1e6:.1f}M parameters to train, taps {list(run.draft.taps)}, "
+              f"mask token {run.draft.spec.mask_token_id}")
+    notes.say(f"the data: {len(data.train)} sequences of {len(data.train.ids)} tokens; held out: {len(data.valid)} of "
+              f"{len(data.valid.ids)}")
+    passes = trainer.steps / trainer.per_epoch
+    notes.say(f"{trainer.steps} steps are {passes:.1f} passes over the data; {trainer.state.step} are done")
+
+
 def _follow(trainer: Trainer, notes: Notes) -> None:
     """Show the run; on an interrupt keep what was done."""
     from .curve import Validation, summary
 
-    begun, first = time.perf_counter(), trainer.step
+    begun, first = time.perf_counter(), trainer.state.step
     try:
         for report in trainer.reports():
             if isinstance(report, Validation):
@@ -184,8 +211,8 @@ def _follow(trainer: Trainer, notes: Notes) -> None:
                            f"tau {report.sums.tau:.3f}, {rate:.0f} tokens/s, {_duration(left)} left")
     except KeyboardInterrupt:
         trainer.save()
-        raise ValueError(f"stopped after step {trainer.step} of {trainer.steps}, which is saved: --resume continues "
-                         "the run") from None
+        raise ValueError(f"stopped after step {trainer.state.step} of {trainer.steps}, which is saved: --resume "
+                         "continues the run") from None
     finally:
         notes.progress("")
 

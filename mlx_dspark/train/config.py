@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import tomllib
 from collections.abc import Mapping
@@ -12,7 +13,12 @@ from typing import Any
 
 from ..errors import FormatError
 
-KINDS = ("dspark", "dflash", "eagle3")
+_CE_ALONE = {"head": "none", "confidence": False, "ce": 1.0, "tv": 0.0, "confidence_weight": 0.0}
+KINDS: dict[str, dict[str, Any]] = {  # and the settings that a kind leaves no choice of
+    "dspark": {},
+    "dflash": _CE_ALONE,
+    "eagle3": {**_CE_ALONE, "layers": 1, "columns": 0},
+}
 HEADS = ("vanilla", "gated", "rnn", "none")
 
 
@@ -24,33 +30,33 @@ def _option(default: Any, text: str, **more: Any) -> Any:
 class TrainConfig:
     """One run. Names are those of the TOML file and, with dashes, of the options."""
 
-    kind: str = _option("dspark", "dspark; dflash: heads off, cross entropy alone; eagle3.", choices=KINDS)
-    head: str = _option("vanilla", "Sequential head.", choices=HEADS)
+    kind: str = _option("dspark", "dspark; dflash: no head, cross entropy alone; eagle3.", choices=tuple(KINDS))
+    head: str = _option("vanilla", "Sequential head, which corrects a draft by the one before.", choices=HEADS)
     rank: int = _option(256, "Rank of the sequential head.", least=1)
-    gamma: int = _option(7, "Proposals of a block.", least=1)
-    layers: int = _option(5, "Draft layers (Eagle3: 1).", least=1)
-    taps: tuple[int, ...] = _option((), "Tapped target layers, as 1,9,17. Default: five, evenly spread.")
+    gamma: int = _option(7, "Drafts of a block.", least=1)
+    layers: int = _option(5, "Layers of the draft (eagle3: 1).", least=1)
+    taps: tuple[int, ...] = _option((), "Tapped target layers, as 1,9,17. Default: five or fewer, evenly spread.")
     mask_token: int = _option(-1, "Id of the mask token. Default: one that text does not use.", least=-1)
     confidence: bool = _option(True, "Train a confidence head.")
     ce: float = _option(0.1, "Weight of cross entropy.", least=0.0)
-    tv: float = _option(0.9, "Weight of total variation.", least=0.0)
+    tv: float = _option(0.9, "Weight of total variation, which is what costs acceptance.", least=0.0)
     confidence_weight: float = _option(1.0, "Weight of the confidence loss.", least=0.0)
     decay: float = _option(4.0, "Slot k counts exp(-(k-1)/decay); 0: all alike.", least=0.0)
-    step_decay: float = _option(0.8, "Eagle3: step s counts step_decay^s.", least=0.0)
+    step_decay: float = _option(0.8, "eagle3: step s counts step_decay^s.", least=0.0)
     lr: float = _option(6e-4, "Peak learning rate.", least=0.0)
     warmup: float = _option(0.04, "Share of the steps that warm up.", least=0.0, most=1.0)
-    clip: float = _option(1.0, "Most norm of the gradients.", least=0.0)
-    weight_decay: float = _option(0.0, "AdamW's.", least=0.0)
-    steps: int = _option(0, "Optimiser steps; 0: by epochs.", least=0)
+    clip: float = _option(1.0, "Most norm of the gradients; 0: any.", least=0.0)
+    weight_decay: float = _option(0.0, "Of AdamW.", least=0.0)
+    steps: int = _option(0, "Optimiser steps; 0: as many as the epochs take.", least=0)
     epochs: int = _option(10, "Passes over the data, where steps is 0.", least=1)
     batch: int = _option(4, "Sequences of a micro-batch, all machines together.", least=1)
-    accumulate: int = _option(1, "Micro-batches of a step.", least=1)
-    anchors: int = _option(512, "Blocks of a sequence.", least=1)
-    max_length: int = _option(2048, "Tokens of a sequence; longer ones are cut.", least=16)
-    columns: int = _option(0, "Loss over the batch's own tokens and so many drawn ones; 0: all.", least=0)
+    accumulate: int = _option(1, "Micro-batches of an optimiser step.", least=1)
+    anchors: int = _option(512, "Blocks trained on in a sequence, at most.", least=1)
+    max_length: int = _option(2048, "Tokens of a sequence; longer dialogues are cut.", least=16)
+    columns: int = _option(0, "Loss over the batch's own tokens and so many others, drawn; 0: all.", least=0)
     min_tokens: int = _option(14, "Sequences with fewer tokens to train on are dropped.", least=2)
     template: str = _option("auto", "How dialogues become text.", choices=("auto", "qwen", "gemma4", "tokenizer"))
-    valid: float = _option(0.05, "Share of the documents held out.", least=0.0, most=0.9)
+    valid: float = _option(0.05, "Share of the documents that are held out.", least=0.0, most=0.9)
     valid_every: int = _option(200, "Steps between validations; 0: only at the end.", least=0)
     valid_rows: int = _option(32, "Held-out sequences of a validation, at most.", least=1)
     save_every: int = _option(200, "Steps between checkpoints.", least=1)
@@ -61,15 +67,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for entry in dataclasses.fields(self):
             _check(entry, getattr(self, entry.name))
-        if self.kind != "dspark" and self.head != "none":
-            object.__setattr__(self, "head", "none")
-        if self.kind != "dspark":
-            for name in ("tv", "confidence_weight"):
-                object.__setattr__(self, name, 0.0)
-            object.__setattr__(self, "confidence", False)
-            object.__setattr__(self, "ce", 1.0)
-        if self.kind == "eagle3":
-            object.__setattr__(self, "layers", 1)
+        for name, value in KINDS[self.kind].items():
+            object.__setattr__(self, name, value)
         if self.confidence_weight == 0:
             object.__setattr__(self, "confidence", False)
 
@@ -96,12 +95,19 @@ def read_config(path: Path | None, overrides: Mapping[str, Any]) -> TrainConfig:
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise FormatError(f"{path} is not TOML ({error}): write lines like lr = 6e-4") from None
     known = {entry.name for entry in dataclasses.fields(TrainConfig)}
-    for name in values.keys() - known:
-        raise FormatError(f"{path}: {name} is no setting: " + ", ".join(sorted(known)))
+    for name in sorted(values.keys() - known):
+        near = difflib.get_close_matches(name, known, 1)
+        meant = f"did you mean {near[0]}?" if near else "the settings are " + ", ".join(sorted(known))
+        raise FormatError(f"{path}: {name} is no setting: {meant}")
     values.update({name: value for name, value in overrides.items() if value is not None})
     if isinstance(values.get("taps"), list):
         values["taps"] = tuple(values["taps"])
-    return TrainConfig(**values)
+    config = TrainConfig(**values)
+    for name, value in values.items():
+        if getattr(config, name) != value:
+            raise ValueError(f"{name} is {_toml(value)}, but with kind {config.kind} and the other settings it can "
+                             f"only be {_toml(getattr(config, name))}: leave it out")
+    return config
 
 
 def _check(entry: dataclasses.Field[Any], value: Any) -> None:

@@ -51,7 +51,8 @@ class Table:
         self.path, kept = path, []
         if path.exists() and steps:
             with path.open(newline="", encoding="utf-8") as file:
-                kept = [row for row in list(csv.reader(file))[1:] if len(row) == len(names) and int(row[0]) < steps]
+                whole = [row for row in list(csv.reader(file))[1:] if len(row) == len(names) and row[0].isdigit()]
+            kept = [row for row in whole if int(row[0]) < steps]
         partial = path.with_name(f".{path.name}.partial")
         with partial.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([list(names), *kept])

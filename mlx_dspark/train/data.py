@@ -17,15 +17,20 @@ from .config import TrainConfig
 from .dialogue import Renderer, make_renderer
 
 Row = tuple[np.ndarray, np.ndarray]  # ids int32, loss mask uint8
+PROGRESS_EVERY = 50  # documents
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Sequences one behind the other: row i is ids[offsets[i] : offsets[i + 1]], with the same part of the mask."""
+    """Sequences one behind the other: row i is ids[offsets[i] : offsets[i + 1]], with the same part of the mask.
+
+    sources: the file, or file and line, in which each row begins.
+    """
 
     ids: np.ndarray
     mask: np.ndarray
     offsets: np.ndarray
+    sources: Sequence[str]
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -45,6 +50,17 @@ class Corpus:
             ids[place, : len(tokens)], mask[place, : len(tokens)] = tokens, counted
         return ids, mask, lengths
 
+    def length(self, indices: Sequence[int]) -> int:
+        """Tokens of some rows."""
+        index = np.asarray(indices)
+        return int((self.offsets[index + 1] - self.offsets[index]).sum())
+
+    def split(self, row: int) -> tuple[Corpus, Corpus]:
+        """The rows before `row`, and those from it on."""
+        cut = self.offsets[row]
+        return (Corpus(self.ids[:cut], self.mask[:cut], self.offsets[: row + 1], self.sources[:row]),
+                Corpus(self.ids[cut:], self.mask[cut:], self.offsets[row:] - cut, self.sources[row:]))
+
     def digest(self) -> str:
         """A hash of the whole corpus, so that a resumed run can tell that it is the same."""
         digest = hashlib.sha256()
@@ -55,11 +71,12 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Data:
-    """The two parts, and how many sequences were dropped because they hold too little to train on."""
+    """The two parts. dropped: sequences that hold too little to train on. cut: those that were longer than allowed."""
 
     train: Corpus
     valid: Corpus
     dropped: int
+    cut: int
 
 
 def read_data(
@@ -74,63 +91,64 @@ def read_data(
     """
     renderer = make_renderer(tokenizer, settings.template)
     parts = (_Part(settings), _Part(settings))
-    for name, text, row in _documents(files, tokenizer, renderer):
-        progress(f"reading {name}: {len(parts[0]) + len(parts[1])} tokens")
-        part = parts[_held_out(text, settings.valid)]
-        part.join(row) if row[1] is None else part.add(*row, name)
+    for number, (where, text, ids, mask) in enumerate(_documents(files, tokenizer, renderer)):
+        if number % PROGRESS_EVERY == 0:
+            progress(f"reading {where}")
+        parts[_held_out(text, settings.valid)].take(ids, mask, where)
     progress("")
-    train, valid = (part.corpus() for part in parts)
+    train, valid = _both_sides([part.corpus() for part in parts], settings.valid)
     if not len(train):
         raise ValueError(f"nothing to train on in {', '.join(map(str, files))}: no sequence has {settings.min_tokens} "
                          "tokens that count")
-    if not len(valid) and settings.valid > 0 and len(train) > 1:
-        train, valid = _split_last(train)
     largest = max(int(corpus.ids.max(initial=0)) for corpus in (train, valid))
     if largest >= vocab_size:
         raise FormatError(f"the data holds token {largest}, the target has {vocab_size} rows: make the data with the "
                           "target's own tokenizer")
-    return Data(train, valid, parts[0].dropped + parts[1].dropped)
+    return Data(train, valid, parts[0].dropped + parts[1].dropped, parts[0].cut + parts[1].cut)
 
 
 class _Part:
     """Collects the sequences of one side."""
 
     def __init__(self, settings: TrainConfig):
-        self.settings, self.dropped = settings, 0
-        self._rows: list[Row] = []
-        self._loose: list[np.ndarray] = []  # plain text that does not fill a window yet
-        self._tokens = 0
+        self.settings, self.dropped, self.cut = settings, 0, 0
+        self._rows: list[tuple[np.ndarray, np.ndarray, str]] = []
+        self._loose: list[tuple[np.ndarray, str]] = []  # plain text, to be cut into windows
 
-    def __len__(self) -> int:
-        return self._tokens
+    def take(self, ids: np.ndarray, mask: np.ndarray | None, where: str) -> None:
+        """A sequence, or plain text where there is no mask."""
+        if mask is None:
+            self._loose.append((ids, where))
+            return
+        self.cut += len(ids) > self.settings.max_length
+        self._add(ids[: self.settings.max_length], mask[: self.settings.max_length], where)
 
-    def add(self, ids: np.ndarray, mask: np.ndarray, name: str) -> None:
-        ids, mask = ids[: self.settings.max_length], mask[: self.settings.max_length]
+    def corpus(self) -> Corpus:
+        """What was taken; plain text comes last."""
+        size = self.settings.max_length
+        stream = np.concatenate([np.zeros(0, np.int32), *(ids for ids, _ in self._loose)])
+        ends = np.cumsum([len(ids) for ids, _ in self._loose])
+        for first in range(0, len(stream), size):
+            window = stream[first : first + size]
+            where = self._loose[int(np.searchsorted(ends, first, side="right"))][1]
+            self._add(window, np.ones(len(window), np.uint8), where)
+        lengths = [len(ids) for ids, _, _ in self._rows]
+        return Corpus(np.concatenate([np.zeros(0, np.int32), *(ids for ids, _, _ in self._rows)]),
+                      np.concatenate([np.zeros(0, np.uint8), *(mask for _, mask, _ in self._rows)]),
+                      np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
+                      [where for _, _, where in self._rows])
+
+    def _add(self, ids: np.ndarray, mask: np.ndarray, where: str) -> None:
         if mask.sum() < self.settings.min_tokens or not candidates(mask[None]).any():
             self.dropped += 1
             return
-        self._rows.append((ids, mask))
-        self._tokens += len(ids)
-
-    def join(self, row: tuple[np.ndarray, None]) -> None:
-        self._loose.append(row[0])
-        self._tokens += len(row[0])
-
-    def corpus(self) -> Corpus:
-        stream, size = np.concatenate([np.zeros(0, np.int32), *self._loose]), self.settings.max_length
-        for first in range(0, len(stream), size):
-            window = stream[first : first + size]
-            self.add(window, np.ones(len(window), np.uint8), "")
-        lengths = [len(ids) for ids, _ in self._rows]
-        return Corpus(np.concatenate([np.zeros(0, np.int32), *(ids for ids, _ in self._rows)]),
-                      np.concatenate([np.zeros(0, np.uint8), *(mask for _, mask in self._rows)]),
-                      np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64))
+        self._rows.append((ids, mask, where))
 
 
 def _documents(
     files: Sequence[Path], tokenizer: Any, renderer: Renderer
-) -> Iterator[tuple[str, str, tuple[np.ndarray, np.ndarray | None]]]:
-    """(file, what identifies the document, ids and mask); a mask of None is plain text."""
+) -> Iterator[tuple[str, str, np.ndarray, np.ndarray | None]]:
+    """(where it stands, its text, ids, mask) of every document; a mask of None is plain text."""
     opening = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     start = [] if opening is None else [opening]
 
@@ -141,11 +159,12 @@ def _documents(
     for path in files:
         if path.suffix != ".jsonl":
             text = _read(path)
-            yield path.name, text, plain(text)
+            yield str(path), text, *plain(text)
             continue
-        for number, line in enumerate(_read(path).splitlines(), start=1):
+        for number, line in enumerate(_read(path).split("\n"), start=1):  # splitlines would split at U+2028, too
             if line.strip():
-                yield path.name, line, _entry(line, f"{path}, line {number}", plain, renderer)
+                where = f"{path}, line {number}"
+                yield where, line, *_entry(line, where, plain, renderer)
 
 
 def _entry(
@@ -154,11 +173,7 @@ def _entry(
     try:
         entry = json.loads(line)
         if "ids" in entry:
-            ids = np.array(entry["ids"], dtype=np.int32)
-            mask = np.array(entry.get("loss_mask", [1] * len(ids)), dtype=np.uint8)
-            if ids.ndim != 1 or ids.shape != mask.shape or ids.min(initial=0) < 0 or mask.max(initial=0) > 1:
-                raise ValueError
-            return ids, mask
+            return _given(entry["ids"], entry.get("loss_mask"))
         if isinstance(entry.get("text"), str):
             return plain(entry["text"])
         messages = entry["conversations"] if "conversations" in entry else entry["messages"]
@@ -166,6 +181,17 @@ def _entry(
         raise FormatError(f"{where}: not an object with conversations, messages, text, or ids and loss_mask of one "
                           "length: correct or remove the line") from None
     return renderer(messages, where)
+
+
+def _given(ids: Any, mask: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids and loss mask (None: all count) as arrays. Raises ValueError if they cannot be."""
+    tokens = np.array(ids)
+    counted = np.ones(tokens.shape, np.int64) if mask is None else np.array(mask)
+    whole = tokens.dtype.kind == "i" and counted.dtype.kind in "ib" and tokens.ndim == 1
+    if not whole or tokens.shape != counted.shape or tokens.min() < 0 or tokens.max() >= 2**31 or \
+            counted.min() < 0 or counted.max() > 1:
+        raise ValueError("not token ids")
+    return tokens.astype(np.int32), counted.astype(np.uint8)
 
 
 def _read(path: Path) -> str:
@@ -180,8 +206,10 @@ def _held_out(text: str, share: float) -> int:
     return int(int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") < share * 2**32)
 
 
-def _split_last(corpus: Corpus) -> tuple[Corpus, Corpus]:
-    """The last row as held-out part: too few documents for a hash to hit one."""
-    cut = corpus.offsets[-2]
-    return (Corpus(corpus.ids[:cut], corpus.mask[:cut], corpus.offsets[:-1]),
-            Corpus(corpus.ids[cut:], corpus.mask[cut:], np.array([0, len(corpus.ids) - cut])))
+def _both_sides(sides: Sequence[Corpus], share: float) -> tuple[Corpus, Corpus]:
+    """Training and held-out part; where few documents left one of them empty, the last rows are held out."""
+    train, valid = sides
+    whole = valid if not len(train) else train
+    if share > 0 and len(whole) > 1 and not (len(train) and len(valid)):
+        return whole.split(len(whole) - max(1, round(share * len(whole))))
+    return train, valid

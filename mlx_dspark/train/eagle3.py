@@ -74,7 +74,7 @@ def eagle3_loss(
         losses.append(loss)
         accept.append(chances)
     total = sum(step_decay**step * loss for step, loss in enumerate(losses))
-    return total, mx.stop_gradient(_sums(total * divisor, divisor, mx.stack(accept), masks))
+    return total, mx.stop_gradient(_sums(total * divisor, mx.stack(accept), masks))
 
 
 def _step_loss(
@@ -93,12 +93,11 @@ def _step_loss(
     return loss, empty.at[index].add(mx.clip(1 - 0.5 * variation, 0, 1))
 
 
-def _sums(total: mx.array, divisor: float, accept: mx.array, masks: np.ndarray) -> mx.array:
-    """The values of `Sums`: the loss as cross entropy, no other terms. accept [steps, B * S]."""
-    blocks = float(masks[0].sum())
-    zero = mx.zeros(())
-    scalars = [total, zero, zero, mx.array(float(divisor)), mx.cumprod(accept, axis=0).sum() + blocks, mx.array(blocks),
-               zero, zero, zero]
+def _sums(total: mx.array, accept: mx.array, masks: np.ndarray) -> mx.array:
+    """The values of `Sums`: the loss as cross entropy over all positions, no other terms. accept [steps, B * S]."""
+    blocks, positions, zero = mx.array(float(masks[0].sum())), mx.array(float(accept.shape[1])), mx.zeros(())
+    tokens = mx.cumprod(accept, axis=0).sum() + blocks
+    scalars = [total, zero, zero, positions, tokens, blocks, zero, zero, zero]
     counted = mx.array(masks.reshape(len(masks), -1).sum(axis=1).astype(np.float32))
     return mx.concatenate([mx.stack(scalars), accept.sum(axis=1), counted])
 

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all: the trained draft in DeepSpec's layout, and the state of a run."""
+"""Files that are there whole or not at all, and the trained draft in DeepSpec's layout."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..errors import FormatError
 from .model import file_name
-
-STATE = "training_state.safetensors"
-SETTINGS = "train.toml"
 
 
 def replace_file(path: Path, write: Callable[[IO[bytes]], None]) -> None:
@@ -43,22 +39,3 @@ def write_draft(folder: Path, config: Mapping[str, Any], draft: nn.Module, dtype
     facts = {**config, "dtype": str(dtype).removeprefix("mlx.core.")}
     replace_file(folder / "model.safetensors", lambda file: mx.save_safetensors(file, arrays, {"format": "pt"}))
     replace_file(folder / "config.json", lambda file: file.write(json.dumps(facts, indent=2).encode() + b"\n"))
-
-
-def write_state(folder: Path, arrays: Mapping[str, mx.array], facts: Mapping[str, Any]) -> None:
-    """Write the state of a run in one file, so that it is always of one step."""
-    about = {"facts": json.dumps(facts)}
-    replace_file(folder / STATE, lambda file: mx.save_safetensors(file, dict(arrays), about))
-
-
-def read_state(folder: Path) -> tuple[dict[str, mx.array], dict[str, Any]] | None:
-    """The newest state of a run, None where there is none. Raises FormatError when it is damaged."""
-    path = folder / STATE
-    if not path.exists():
-        return None
-    try:
-        arrays, about = mx.load(str(path), return_metadata=True)
-        mx.eval(arrays)
-        return arrays, json.loads(about["facts"])
-    except (RuntimeError, KeyError, ValueError) as error:
-        raise FormatError(f"{path} is damaged ({str(error)[:80]}): remove the folder and train again") from None

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.optimizers as optim
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_map
 
 
 @dataclass(frozen=True)
@@ -34,27 +34,28 @@ class Schedule:
 
 
 class Optimiser:
-    """AdamW (betas 0.9 and 0.999, eps 1e-8) on float32 masters, after clipping to the norm `clip`."""
+    """AdamW (betas 0.9 and 0.999, eps 1e-8) on float32 masters, after clipping to the norm `clip` (0: not at all).
+
+    It keeps nothing: masters and moments go in and new ones come out, so that a step that is broken off left no trace.
+    """
 
     def __init__(self, schedule: Schedule, clip: float = 1.0, weight_decay: float = 0.0):
-        self.schedule, self.clip = schedule, clip
-        self._adam = optim.AdamW(schedule.peak, [0.9, 0.999], 1e-8, weight_decay, bias_correction=True)
+        self.schedule, self.clip, self._weight_decay = schedule, clip, weight_decay
 
-    def update(self, step: int, masters: dict[str, Any], gradients: dict[str, Any]) -> tuple[dict[str, Any], mx.array]:
-        """New masters, and the norm of the gradients before clipping."""
-        gradients, norm = optim.clip_grad_norm(gradients, self.clip)
-        self._adam.learning_rate = self.schedule.at(step)
-        return self._adam.apply_gradients(gradients, masters), norm
+    def start(self, masters: dict[str, Any]) -> dict[str, Any]:
+        """The moments before the first step."""
+        adam = self._adam(0)
+        adam.init(masters)
+        return adam.state
 
-    def start(self, masters: dict[str, Any]) -> None:
-        """Make the moments, before the first update."""
-        self._adam.init(masters)
+    def update(
+        self, step: int, masters: dict[str, Any], moments: dict[str, Any], gradients: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any], mx.array]:
+        """New masters and moments, and the norm of the gradients before clipping."""
+        gradients, norm = optim.clip_grad_norm(gradients, self.clip or math.inf)
+        adam = self._adam(step)
+        adam.state = {**tree_map(lambda array: array, moments), "learning_rate": adam.learning_rate}  # it is written to
+        return adam.apply_gradients(gradients, masters), adam.state, norm
 
-    @property
-    def arrays(self) -> dict[str, mx.array]:
-        """The state by flat name, for a checkpoint."""
-        return dict(tree_flatten(self._adam.state))
-
-    def restore(self, arrays: dict[str, mx.array]) -> None:
-        """Continue from `arrays`."""
-        self._adam.state = tree_unflatten(list(arrays.items()))
+    def _adam(self, step: int) -> optim.AdamW:
+        return optim.AdamW(self.schedule.at(step), [0.9, 0.999], 1e-8, self._weight_decay, bias_correction=True)

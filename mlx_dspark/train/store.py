@@ -58,7 +58,7 @@ class Layout:
 def make_store(folder: Path, layout: Layout, features: Features, progress: Progress = lambda text: None) -> None:
     """Write the shards that are missing.
 
-    Raises FormatError where `folder` was made from something else, OSError where the disk is full: the complete
+    Raises FormatError where `folder` was made from something else, ValueError where the disk is full: the complete
     shards stay and the next call continues behind them.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,11 @@ def make_store(folder: Path, layout: Layout, features: Features, progress: Progr
         name = _name(number)
         if name in index["shards"]:
             continue
-        checksum = _write_shard(folder / name, layout.corpus, rows, features, progress, len(layout.corpus))
+        try:
+            checksum = _write_shard(folder / name, layout.corpus, rows, features, progress, len(layout.corpus))
+        except OSError as error:
+            raise ValueError(f"{folder / name} could not be written ({error.strerror}): make room and give the same "
+                             "command again; the complete shards are kept") from error
         index["shards"][name] = checksum
         text = json.dumps(index, indent=1).encode()
         replace_file(folder / INDEX, lambda file, text=text: file.write(text))

@@ -15,10 +15,15 @@ from .config import TrainConfig
 from .eagle3 import Eagle3Batch, eagle3_loss
 from .losses import Batch, LossWeights, block_loss, head_of
 
+ALL = slice(None)
+
 
 @dataclass(frozen=True)
 class Prepared:
-    """A micro-batch before any forward. weight: its part of the loss's divisor. work: what the task made of it."""
+    """This machine's part of a micro-batch, before any forward.
+
+    ids [b, S]. weight: the divisor of the loss, of all machines' parts. work: what the task made of it.
+    """
 
     ids: np.ndarray
     weight: float
@@ -31,9 +36,12 @@ class Task(Protocol):
     loss_weights: LossWeights
 
     def prepare(
-        self, ids: np.ndarray, mask: np.ndarray, lengths: np.ndarray, rng: np.random.Generator
+        self, ids: np.ndarray, mask: np.ndarray, lengths: np.ndarray, rng: np.random.Generator, mine: slice = ALL
     ) -> Prepared:
-        """Choose what is trained on in sequences [B, S]."""
+        """Choose what is trained on in sequences [B, S], and keep those that are `mine`.
+
+        The choice is the same on all machines, and so is their sum on any number of them.
+        """
 
     def loss(
         self, draft: Any, prepared: Prepared, taps: mx.array, last: mx.array, divisor: float,
@@ -52,12 +60,13 @@ class BlockTask:
     columns: int = 0
 
     def prepare(
-        self, ids: np.ndarray, mask: np.ndarray, lengths: np.ndarray, rng: np.random.Generator
+        self, ids: np.ndarray, mask: np.ndarray, lengths: np.ndarray, rng: np.random.Generator, mine: slice = ALL
     ) -> Prepared:
         chosen = choose_anchors(mask, self.anchors, rng)
         blocks = make_blocks(ids, mask, chosen, self.spec.gamma, self.spec.mask_token_id)
         weights = slot_weights(blocks.counted, self.loss_weights.decay)
-        return Prepared(ids, float(weights.sum(dtype=np.float64)), (blocks, weights, rng))
+        work = (blocks.part(mine), weights[mine], rng)
+        return Prepared(ids[mine], float(weights.sum(dtype=np.float64)), work)
 
     def loss(
         self, draft: BlockDraft, prepared: Prepared, taps: mx.array, last: mx.array, divisor: float,
@@ -79,9 +88,9 @@ class Eagle3Task:
     loss_weights: LossWeights = LossWeights(1.0, 0.0, 0.0, None)
 
     def prepare(
-        self, ids: np.ndarray, mask: np.ndarray, lengths: np.ndarray, rng: np.random.Generator
+        self, ids: np.ndarray, mask: np.ndarray, lengths: np.ndarray, rng: np.random.Generator, mine: slice = ALL
     ) -> Prepared:
-        return Prepared(ids, float(ids.size), (mask, lengths))
+        return Prepared(ids[mine], float(ids.size), (mask[mine], lengths[mine]))
 
     def loss(
         self, draft: Eagle3Draft, prepared: Prepared, taps: mx.array, last: mx.array, divisor: float,
