@@ -208,7 +208,7 @@ def test_settings_that_contradict_each_other(values, problem):
 
 
 @pytest.mark.parametrize(("text", "problem"), [
-    ("lr = ", "is not TOML"), ("colour = 1", "colour is no setting: the settings are"), ("lr = true", "lr is True"),
+    ("lr = ", "is not TOML"), ("zoom = 1", "zoom is no setting: the settings are"), ("lr = true", "lr is True"),
     ("warmupp = 1", "warmupp is no setting: did you mean warmup"),
     ("taps = 3", "taps is 3"),
     ('head = "big"', "head is 'big'"), ("gamma = 0", "gamma is 0: give 1 or more"), ("valid = 0.95", "give 0.0 to 0.9"),

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import mlx.core as mx
 from mlx.utils import tree_map
 
+from ..commands import one_line
+
 Tree = TypeVar("Tree")
 
 
@@ -31,8 +33,16 @@ class Machines:
         return slice(self._rank, None, self.count)
 
     def sum(self, tree: Tree) -> Tree:
-        """The sum of everybody's arrays."""
-        return tree if self.count == 1 else tree_map(lambda x: mx.distributed.all_sum(x, group=self._group), tree)
+        """The sum of everybody's arrays. Raises ValueError when another process is gone."""
+        if self.count == 1:
+            return tree
+        total = tree_map(lambda x: mx.distributed.all_sum(x, group=self._group), tree)
+        try:
+            mx.eval(total)
+        except RuntimeError as error:
+            raise ValueError(f"machine {self._rank + 1} of {self.count} lost the others ({one_line(error)}): see what "
+                             "they say, and continue with --resume") from error
+        return total
 
     def from_first(self, tree: Tree) -> Tree:
         """The first process's arrays. The others give arrays of the same shapes."""
