@@ -15,7 +15,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_dspark.load import read_draft
-from mlx_dspark.train.anchors import Anchors, make_blocks, slot_weights, visible
+from mlx_dspark.train.anchors import Anchors, make_blocks, slot_weights
 from mlx_dspark.train.eagle3 import Eagle3Batch, _step_loss, eagle3_loss, step_hidden, step_masks
 from mlx_dspark.train.forward import block_hidden
 from mlx_dspark.train.losses import Batch, LossWeights, Sums, block_loss, head_of
@@ -64,6 +64,15 @@ def close(actual, expected, what, absolute=0.0, relative=0.0):
     assert actual.shape == expected.shape, what
     wrong = np.abs(actual - expected) - absolute - relative * np.abs(expected)
     assert wrong.max(initial=-1) <= 0, f"{what}: off by {np.abs(actual - expected).max():.3g}"
+
+
+def visible(anchors, length, slots):
+    """Which keys each block row sees [B, A * T, S + A * T], as the dense mask that the forward never makes."""
+    count = anchors.positions.shape[1]
+    context = np.arange(length) < anchors.positions[..., None]  # strictly: the anchor has no features yet
+    block = np.eye(count, dtype=bool)[None].repeat(len(anchors.positions), 0)
+    keys = np.concatenate([context, block.repeat(slots, axis=2)], axis=2) & anchors.keep[..., None]
+    return keys.repeat(slots, axis=1)
 
 
 def gradients(draft, loss):

@@ -47,7 +47,8 @@ class Blocks:
 def candidates(loss_mask: np.ndarray) -> np.ndarray:
     """Positions [B, S - 1] that may be anchors: they and the next one count in the loss mask [B, S]."""
     mask = loss_mask.astype(bool)
-    return mask[:, :-1] & mask[:, 1:]
+    both: np.ndarray = mask[:, :-1] & mask[:, 1:]
+    return both
 
 
 def choose_anchors(loss_mask: np.ndarray, count: int, rng: np.random.Generator) -> Anchors:
@@ -92,16 +93,5 @@ def slot_weights(counted: np.ndarray, decay: float | None) -> np.ndarray:
     """
     slots = np.arange(counted.shape[-1], dtype=np.float32)
     fading = np.exp(-slots / np.float32(decay)) if decay else np.ones_like(slots)
-    return (counted * fading).astype(np.float32)
-
-
-def visible(anchors: Anchors, length: int, slots: int) -> np.ndarray:
-    """Which keys each block row sees [B, A * T, S + A * T]: the context before its anchor, and its own block.
-
-    The rule as one dense mask, for tests and for reading; the forward never makes it.
-    """
-    count = anchors.positions.shape[1]
-    context = np.arange(length) < anchors.positions[..., None]  # strictly: the anchor has no features yet
-    block = np.eye(count, dtype=bool)[None].repeat(len(anchors.positions), 0)
-    keys = np.concatenate([context, block.repeat(slots, axis=2)], axis=2) & anchors.keep[..., None]
-    return keys.repeat(slots, axis=1)
+    weights: np.ndarray = (counted * fading).astype(np.float32)
+    return weights

@@ -66,15 +66,15 @@ def _check(messages: Messages, where: str) -> None:
 
 
 def _by_marks(tokenizer: Any, messages: Messages, template: str, where: str) -> tuple[np.ndarray, np.ndarray]:
-    marks, messages = MARKS[template], [dict(message) for message in messages]
-    if template == "qwen" and messages[0]["role"] != "system":
-        messages.insert(0, SYSTEM)
+    marks, own = MARKS[template], [dict(message) for message in messages]
+    if template == "qwen" and own[0]["role"] != "system":
+        own.insert(0, SYSTEM)
     if template == "gemma4":
-        messages = [message for message in messages if message["role"] != "system"]
-        for message in messages:
+        own = [message for message in own if message["role"] != "system"]
+        for message in own:
             if message["role"] == "assistant" and not message["content"].startswith(EMPTY_THOUGHT):
                 message["content"] = EMPTY_THOUGHT + message["content"]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+    text = tokenizer.apply_chat_template(own, tokenize=False, add_generation_prompt=False)
     ids = np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
     mask = np.zeros(len(ids), dtype=np.uint8)
     for begin, end in _spans(text, marks):

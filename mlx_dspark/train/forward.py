@@ -1,7 +1,8 @@
 """The training forward of a block draft: all blocks of a batch at once, over one copy of the context.
 
 The draft's own modules do the work. A block is a row of the batch axis, so that RoPE takes one offset a
-block; its attention has two parts, the context of its sequence and the block itself, under one softmax.
+block; its attention has two parts, the context of its sequence and the block itself, under one softmax. A
+block sees the positions before its anchor, not the anchor's own: its features do not exist yet when it proposes.
 """
 
 from __future__ import annotations

@@ -73,6 +73,7 @@ class Trainer:
         self.state = self._open(resume)
         self._curve = self._table("curve.csv", CURVE)
         self._valid = self._table("valid.csv", valid_names(run.draft.gamma))
+        self._since = time.perf_counter()
 
     def reports(self) -> Iterator[StepReport | Validation]:
         """Run to the end, reporting every step and validation; checkpoints are written on the way.
@@ -122,21 +123,30 @@ class Trainer:
 
     def _advance(self) -> StepReport:
         """One optimiser step."""
-        before, begun, chosen = self.state, time.perf_counter(), self._rows()
         with self._explained():
-            loss, values, gradients = self.machines.sum(self._micros(chosen))
-            masters, moments, norm = self._optimiser.update(before.step, before.masters, before.moments, gradients)
-            if not (math.isfinite(loss.item()) and math.isfinite(norm.item())):
-                raise ValueError(self._not_finite(loss.item(), norm.item(), np.concatenate(chosen)))
-            mx.eval(masters, moments)
-        tokens = before.tokens + sum(self.run.data.train.length(rows) for rows in chosen)
-        seconds = before.seconds + time.perf_counter() - begun
-        report = StepReport(before.step, loss.item(), Sums(np.array(values, dtype=np.float64)), norm.item(),
-                            self._optimiser.schedule.at(before.step), tokens, seconds)
-        with self._explained():
+            report, state = self._next(self._rows())
             self._log(self._curve, report)
-        self.state = State(before.step + 1, tokens, seconds, masters, moments)
+            self.state = state  # only now, and not evaluated yet: so the old moments' memory can be used again
+            mx.eval(state.masters, state.moments)
         return report
+
+    def _next(self, chosen: list[np.ndarray]) -> tuple[StepReport, State]:
+        """The report of a step on micro-batches of rows, and the state behind it. Raises ValueError for NaN."""
+        now = self.state
+        loss, values, gradients = self.machines.sum(self._micros(chosen))
+        masters, moments, norm = self._optimiser.update(now.step, now.masters, now.moments, gradients)
+        if not (math.isfinite(loss.item()) and math.isfinite(norm.item())):
+            raise ValueError(self._not_finite(loss.item(), norm.item(), np.concatenate(chosen)))
+        tokens = now.tokens + sum(self.run.data.train.length(rows) for rows in chosen)
+        seconds = now.seconds + self._lap()
+        report = StepReport(now.step, loss.item(), Sums(np.array(values, dtype=np.float64)), norm.item(),
+                            self._optimiser.schedule.at(now.step), tokens, seconds)
+        return report, State(now.step + 1, tokens, seconds, masters, moments)
+
+    def _lap(self) -> float:
+        """Seconds since the last call."""
+        before, self._since = self._since, time.perf_counter()
+        return self._since - before
 
     def _micros(self, chosen: list[np.ndarray]) -> Micro:
         """The sum of this machine's part of the micro-batches of a step."""
@@ -197,8 +207,9 @@ class Trainer:
         try:
             yield
         except OSError as error:
-            raise ValueError(f"{error.filename or self.folder}: step {step} could not be written ({error.strerror}): "
-                             f"make room ({remedy()})") from error
+            reason = error.strerror or one_line(error)
+            raise ValueError(f"{error.filename or self.folder}: step {step} could not be written ({reason}): make room "
+                             f"({remedy()})") from error
         except RuntimeError as error:
             raise ValueError(f"step {step}: mlx stopped ({one_line(error)[:200]}): if memory is full, train with "
                              f"smaller --batch, --anchors or --max-length ({remedy()})") from error
