@@ -39,6 +39,8 @@ def run_of(text, **changes):
 def test_taps_are_spread_as_in_the_released_drafts():
     assert spread_taps(36) == (1, 9, 17, 25, 33)
     assert spread_taps(40) == (1, 10, 19, 28, 37)
+    assert spread_taps(6) == (1, 2, 3) and spread_taps(6, fewer=False) == (0, 1, 2, 3, 4)
+    assert spread_taps(36, fewer=False) == spread_taps(36)
     for layers in range(2, 50):
         taps = spread_taps(layers)
         assert all(a < b for a, b in zip(taps, taps[1:])) and taps[0] >= 0 and taps[-1] < layers - 1

@@ -78,6 +78,10 @@ def test_damage_is_found(tmp_path):
     path.write_bytes(content)
     with pytest.raises(FormatError, match="shard-00001.bin is damaged"):
         StoredFeatures(tmp_path, layout())
+    path.unlink()  # as the message says
+    assert missing_bytes(tmp_path, layout()) == len(content)
+    make_store(tmp_path, layout(), features)
+    StoredFeatures(tmp_path, layout())
     (tmp_path / "index.json").write_text("{")
     with pytest.raises(FormatError, match="index.json is damaged"):
         StoredFeatures(tmp_path, layout())

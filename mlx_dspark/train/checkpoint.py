@@ -95,4 +95,4 @@ def _read(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]] | None:
         mx.eval(arrays)
         return arrays, json.loads(about["facts"])
     except (RuntimeError, KeyError, ValueError) as error:
-        raise FormatError(f"{path} is damaged ({str(error)[:80]}): remove the folder and train again") from None
+        raise FormatError(f"{path} is damaged ({str(error)[:80]}): train again in another --out") from None

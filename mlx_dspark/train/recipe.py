@@ -23,13 +23,16 @@ _QWEN3 = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_va
           "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def spread_taps(layers: int, count: int = 5) -> tuple[int, ...]:
+def spread_taps(layers: int, count: int = 5, fewer: bool = True) -> tuple[int, ...]:
     """`count` tapped layers of a target with `layers`, from the second to the third from the end, evenly spread.
 
-    36 layers give 1, 9, 17, 25, 33, as in the released drafts. Small targets have fewer.
+    36 layers give 1, 9, 17, 25, 33, as in the released drafts. Small targets have fewer, or with fewer=False (Eagle3
+    always has five) the same number from the first layer on.
     """
     first, last = min(1, max(0, layers - 2)), max(1, layers - 3)
     last = min(last, max(0, layers - 2))
+    if last - first + 1 < count and not fewer:
+        first, last = 0, max(0, layers - 2)
     count = min(count, last - first + 1)
     if count <= 1:
         return (last,)
@@ -66,7 +69,7 @@ def draft_config(
     gemma = str(text.get("model_type", "")).startswith("gemma4")
     base = text if gemma else _qwen3(text)
     family, layers = "Gemma4" if gemma else "Qwen3", settings.layers
-    taps = settings.taps or spread_taps(len(target.layers))
+    taps = settings.taps or spread_taps(len(target.layers), fewer=settings.kind != "eagle3")
     config = {
         **{key: value for key, value in base.items() if not key.startswith("quantization")},
         "architectures": [f"{family}{'Eagle3' if settings.kind == 'eagle3' else 'DSpark'}Model"],

@@ -65,7 +65,7 @@ def make_store(folder: Path, layout: Layout, features: Features, progress: Progr
     index = _read_index(folder, layout)
     for number, rows in enumerate(layout.shards()):
         name = _name(number)
-        if name in index["shards"]:
+        if _complete(folder, index, number):
             continue
         try:
             checksum = _write_shard(folder / name, layout.corpus, rows, features, progress, len(layout.corpus))
@@ -80,8 +80,9 @@ def make_store(folder: Path, layout: Layout, features: Features, progress: Progr
 
 def missing_bytes(folder: Path, layout: Layout) -> int:
     """How much `make_store` would write. Raises FormatError where `folder` was made from something else."""
-    done = _read_index(folder, layout)["shards"]
-    return sum(_shard_bytes(layout, rows) for number, rows in enumerate(layout.shards()) if _name(number) not in done)
+    index = _read_index(folder, layout)
+    missing = [rows for number, rows in enumerate(layout.shards()) if not _complete(folder, index, number)]
+    return sum(_shard_bytes(layout, rows) for rows in missing)
 
 
 def check_room(folder: Path, needed: int) -> None:
@@ -104,11 +105,11 @@ class StoredFeatures:
         for number, rows in enumerate(layout.shards()):
             path = folder / _name(number)
             progress(f"checking {path.name}")
-            if path.name not in index["shards"] or not path.exists():
-                raise FormatError(f"{path} is missing: make the features again with the same command")
+            if not _complete(folder, index, number):
+                raise FormatError(f"{path} is missing: give the same command again")
             size = _shard_bytes(layout, rows)
             if path.stat().st_size != size or _checksum(path) != index["shards"][path.name]:
-                raise FormatError(f"{path} is damaged: remove it and its line in {INDEX}, then make the features again")
+                raise FormatError(f"{path} is damaged: remove it and give the same command again")
             self._maps.append(np.memmap(path, np.uint16, "r", shape=(size // (2 * layout.width), layout.width)))
         progress("")
 
@@ -175,6 +176,10 @@ def _read_index(folder: Path, layout: Layout) -> dict[str, Any]:
             raise FormatError(f"{folder} was made with {name} {before.get(name)}, now it is {value}: give another "
                               "--features, or the settings and data it was made with")
     return {**index, "shards": dict(shards)}
+
+
+def _complete(folder: Path, index: Mapping[str, Any], number: int) -> bool:
+    return _name(number) in index["shards"] and (folder / _name(number)).exists()
 
 
 def _shard_bytes(layout: Layout, rows: range) -> int:
