@@ -26,6 +26,10 @@ Processor = Callable[[mx.array, mx.array], mx.array]  # (tokens [n], logits [1, 
 Shape = Callable[[mx.array], mx.array]  # logits [..., V] -> float32 log-probabilities [..., V]
 Pick = Callable[[mx.array, Sequence[mx.array]], tuple[mx.array, mx.array | None]]
 
+# The kernels add noise to logits / temperature without knowing the maximum: below this, float32 would round off
+# digits of the noise.
+COLDEST = 0.1
+
 
 class Rule(Protocol):
     """Chooses draft tokens and judges them. `seen` is the token history [n], None without processors."""
@@ -62,7 +66,8 @@ def make_rule(sampling: Sampling, processors: Sequence[Processor] = ()) -> Rule:
     if sampling.greedy:
         return GreedyRule(process)
     seed = int.from_bytes(os.urandom(4), "little") if sampling.seed is None else sampling.seed
-    plain = not (sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0)
+    filtered = sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0
+    plain = not filtered and sampling.temperature >= COLDEST
     return SampledRule(process, make_shape(sampling), 1 / sampling.temperature, plain, seed)
 
 
@@ -120,7 +125,8 @@ class GumbelPick:
 
     def __call__(self, logits: mx.array, drafts: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
         log_q = self.shape(logits)  # [B, V]
-        return mx.random.categorical(log_q, key=self.keys[len(drafts)]), log_q
+        noise = mx.random.gumbel(log_q.shape, key=self.keys[len(drafts)])  # as the kernels; categorical draws otherwise
+        return mx.argmax(log_q + noise, axis=-1), log_q
 
 
 class GreedyRule:

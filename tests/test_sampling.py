@@ -16,7 +16,16 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 from mlx_dspark.draft import BlockDraft, DraftSpec
 from mlx_dspark.draft.spec import RopeSpec
 from mlx_dspark.kernels.accept import leading_run
-from mlx_dspark.sampling import GreedyRule, SampledRule, log_softmax, make_rule, make_shape
+from mlx_dspark.sampling import (
+    COLDEST,
+    ArgmaxPick,
+    GreedyRule,
+    GumbelPick,
+    SampledRule,
+    log_softmax,
+    make_rule,
+    make_shape,
+)
 from mlx_dspark.schedule import Fixed, Threshold
 from mlx_dspark.structs import Sampling
 
@@ -745,3 +754,20 @@ def test_logprobs_are_those_of_the_processed_target_at_temperature_1(settings):
     verdict = rule.judge(drafts, None, logits, None, rule.start())
     expected = mx.take_along_axis(log_softmax(logits), verdict.tokens[..., None], axis=-1)[..., 0]
     close(verdict.logprobs, expected, 1e-6)
+
+
+@pytest.mark.parametrize(("settings", "kind"), [
+    ({"temperature": 0}, ArgmaxPick),
+    ({"temperature": COLDEST}, GumbelPick),
+    ({"temperature": 0.99 * COLDEST}, None),
+    ({"temperature": 1, "top_p": 0.9}, None),
+    ({"temperature": 1, "top_k": 5}, None),
+    ({"temperature": 1, "min_p": 0.1}, None),
+])
+def test_only_a_plain_choice_is_left_to_the_kernels(settings, kind):
+    """What they cannot do, or not to the last digit, must not look to them like what they can."""
+    rule = make_rule(Sampling(seed=1, **settings))
+    pick = rule.picker(None, rule.start(), 2)
+    assert isinstance(pick, kind) if kind else not isinstance(pick, (ArgmaxPick, GumbelPick))
+    process = make_rule(Sampling(seed=1, **settings), [lambda tokens, logits: logits])
+    assert not isinstance(process.picker(mx.array([1]), process.start(), 2), (ArgmaxPick, GumbelPick))

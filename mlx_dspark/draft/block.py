@@ -139,12 +139,14 @@ class BlockDraft(nn.Module):
     ) -> Proposal | None:
         """The walk in one chain of kernels, where the device has them and the pick needs no more than they do."""
         rows = self.tables.rows(base.shape[-1])
+        if rows < base.shape[-1]:
+            base = mx.contiguous(base[..., :rows])  # once: every launch would copy a slice
         if isinstance(pick, ArgmaxPick) and self.kernels.walk_greedy is not None:
-            tokens = self.kernels.walk_greedy(base[..., :rows], projected, anchor)
+            tokens = self.kernels.walk_greedy(base, projected, anchor)
             return Proposal(tokens.astype(anchor.dtype))
         if isinstance(pick, GumbelPick) and self.kernels.walk_sampled is not None:
             keys = mx.broadcast_to(pick.keys[: base.shape[1]], (len(anchor), base.shape[1], 2))
-            tokens, corrected = self.kernels.walk_sampled(base[..., :rows], projected, anchor, keys, pick.scale)
+            tokens, corrected = self.kernels.walk_sampled(base, projected, anchor, keys, pick.scale)
             corrected = self.tables.padded(corrected)
             return Proposal(tokens.astype(anchor.dtype), corrected, pick.shape(corrected))
         return None

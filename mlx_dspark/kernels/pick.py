@@ -7,6 +7,7 @@ gave what the reference gives and was not slower. That is tried once and remembe
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -118,9 +119,9 @@ def pick(trial: Trial) -> tuple[Choice, Execute | None]:
     choice = _remembered(path)
     if choice is None:
         crashed = Choice(trial.op, trial.shape, "reference", f"its check on {name} ended the process", failed=True)
-        write_json(path, asdict(crashed))  # stands if the check takes the process down
+        _remember(path, crashed)  # stands if the check takes the process down
         choice = check(trial, name, BACKENDS[name])
-        write_json(path, asdict(choice))
+        _remember(path, choice)
     return choice, BACKENDS[name] if choice.backend == name else None
 
 
@@ -158,6 +159,11 @@ def remembered() -> list[Choice]:
     """All choices in the cache folder."""
     found = (_remembered(path) for path in sorted(kernels_folder().glob("*.json")))
     return [choice for choice in found if choice is not None]
+
+
+def _remember(path: Path, choice: Choice) -> None:
+    with contextlib.suppress(OSError):  # no place to write: it is tried again the next time
+        write_json(path, asdict(choice))
 
 
 def _remembered(path: Path) -> Choice | None:

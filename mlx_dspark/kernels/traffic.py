@@ -33,9 +33,10 @@ def slot_traffic(chain: Chain, size: int, base: mx.Dtype, requests: int = 1, sam
     """Of one slot of the vanilla walk over `size` tokens, base logits of dtype `base`."""
     cut = geometry(chain.w2, size, requests)
     row1, row2 = chain.w1.nbytes // chain.w1.rows, chain.w2.nbytes // chain.w2.rows
-    logits = size * base.size * requests + (4 * size * requests if sampled else 0)
     passes = -(-requests // cut.tile)
+    asked = passes * cut.tile  # requests that the passes ask for: the last pass repeats the last request
     read = cut.parts * cut.steps * THREADS  # rows of W2 in one pass: the last threadgroup repeats the last row
-    folds = cut.parts * (cut.parts * PART + row1) * requests  # each threadgroup: all partial maxima, one W1 row
-    kernel = passes * read * row2 + logits + folds + cut.parts * PART * requests
-    return Traffic(size * row2 + logits + requests * row1, kernel)
+    written = 4 * size * requests if sampled else 0
+    folds = cut.parts * (cut.parts * PART + row1) * asked  # each threadgroup: all partial maxima, one W1 row
+    kernel = passes * read * row2 + size * base.size * asked + folds + cut.parts * PART * requests + written
+    return Traffic(size * row2 + size * base.size * requests + written + requests * row1, kernel)
