@@ -16,6 +16,7 @@ _COMMANDS = {
     "bench": ("bench", "Time plain mlx_lm, our plain loop and speculation on the same prompts."),
     "profile": ("profile", "Measure what a round costs on this machine."),
     "calibrate": ("calibrate", "Fit the draft's confidences to what the target accepts."),
+    "train": ("train.command", "Train a draft for a target."),
     "simulate": ("simulate", "Compare policies on cost curves of other machines."),
 }
 

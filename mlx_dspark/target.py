@@ -76,6 +76,21 @@ class Target:
             logits = self.model(tokens, cache=cache.layers)  # [B, T, V]
         return Verified(logits, mx.concatenate([sink[i] for i in taps], axis=-1) if taps else None)
 
+    def features(self, tokens: mx.array, taps: Sequence[int]) -> tuple[mx.array, mx.array]:
+        """What a draft is trained on: taps [B, T, M*D] and last hidden states [B, T, D] of whole sequences [B, T].
+
+        The last hidden states are what enters the output head. Runs from position 0 without a cache; the logits of
+        this graph are never evaluated.
+        """
+        with tapped(self.layers, taps) as sink, _head_input(self._lm_head, self._embedding) as last:
+            self.model(tokens)
+        return mx.concatenate([sink[i] for i in taps], axis=-1), last[0]
+
+    def tables(self) -> tuple[mx.array, mx.array]:
+        """Embedding and output head as plain matrices [V, D]; they are one array where the target ties them."""
+        embedding = _plain_weight(self._embedding)
+        return embedding, embedding if self._lm_head is None else _plain_weight(self._lm_head)
+
     def prefill(
         self, prompt: Sequence[int], cache: TargetCache, taps: Sequence[int], step: int,
         observe: Callable[[mx.array, mx.array | None], None],
@@ -133,6 +148,30 @@ def tapped(layers: Sequence[nn.Module], ids: Sequence[int]) -> Iterator[dict[int
         for i in wanted:
             layers[i].__class__ = type(layers[i]).__mro__[2]
             del layers[i].__dict__["_tap"]
+
+
+@contextmanager
+def _head_input(lm_head: nn.Module | None, embedding: nn.Module) -> Iterator[list[mx.array]]:
+    """Record what enters the output head, the embedding's transpose where there is no other."""
+    module, name = (embedding, "as_linear") if lm_head is None else (lm_head, "__call__")
+    kind, seen = type(module), []
+
+    def recording(self: nn.Module, x: mx.array) -> mx.array:
+        seen.append(x)
+        return getattr(kind, name)(self, x)
+
+    module.__class__ = type(f"Heard{kind.__name__}", (kind,), {name: recording})
+    try:
+        yield seen
+    finally:
+        module.__class__ = kind
+
+
+def _plain_weight(module: nn.Module) -> mx.array:
+    if "scales" not in module:
+        return module.weight
+    return mx.dequantize(module.weight, module.scales, module.get("biases"), module.group_size, module.bits,
+                         module.mode)
 
 
 class _Recorder:

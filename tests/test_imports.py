@@ -34,6 +34,7 @@ ORDER = [  # a module may import modules of earlier lines
     {"calibrate"},
     {"selfcheck"},
     {"doctor"},
+    {"train"},
     {"cli"},
     {"__main__"},
 ]
@@ -42,7 +43,7 @@ DRAFT_ORDER = ["spec", "context tables heads qwen3", "gemma4 dflash2", "backbone
 # bench times plain mlx_lm; two backbones use its rotary embeddings
 USE_MLX_LM = {"target", "cache", "load", "bench", "draft.qwen3", "draft.gemma4"}
 PURE = {"store", "errors", "structs", "stats", "text", "schedule", "schedule.policies", "commands", "cli", "draft.spec",
-        "registry", "models", "hub"}
+        "registry", "models", "hub", "train", "train.config", "train.command"}
 
 
 def run_python(*args: str) -> subprocess.CompletedProcess:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_dspark.plot import FEW, check_plot, plot_costs, plot_policies, plot_reliability
+from mlx_dspark.plot import FEW, check_plot, plot_costs, plot_lines, plot_policies, plot_reliability
 from mlx_dspark.schedule.calibration import SlotMetrics
 from mlx_dspark.schedule.cost import CostCurve
 
@@ -23,10 +23,13 @@ PICTURES = {
     "costs": lambda path: plot_costs(path, CURVES),
     "reliability": lambda path: plot_reliability(path, {"raw": SLOTS, "fitted": SLOTS}),
     "policies": lambda path: plot_policies(path, {"steady": TABLE, "swinging": TABLE}),
+    "lines": lambda path: plot_lines(path, {"loss": {"training": [(0, 3.0), (1, 2.0)]}, "tau": {"held out": []}},
+                                     "step"),
 }
 SHOWN = {
     "costs": ["a curve", "another", "rows of a verify forward"],
     "reliability": ["raw", "fitted", "predicted survival"],
+    "lines": ["loss", "training", "tau", "held out", "step"],
     "policies": ["slow machine", "fast machine", "steady", "swinging", "auto", "fixed"],
 }
 

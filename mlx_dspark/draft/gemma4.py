@@ -20,7 +20,7 @@ class Attention(nn.Module):
     def __init__(self, spec: DraftSpec, width: int):
         super().__init__()
         heads, kv_heads, bias = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.attention_bias
-        self.head_dim, self.eps = spec.head_dim, spec.rms_norm_eps
+        self.head_dim, self.scale, self.eps = spec.head_dim, 1.0, spec.rms_norm_eps
         self.q_proj = nn.Linear(width, heads, bias=bias)
         self.k_proj = nn.Linear(width, kv_heads, bias=bias)
         if not spec.keys_are_values:
@@ -30,18 +30,22 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(spec.head_dim, eps=spec.rms_norm_eps)
         self._rope = _make_rope(spec)
 
-    def keys_values(self, x: mx.array, start: int) -> tuple[mx.array, mx.array]:
-        """Rows [B, T, width] at positions start.. -> keys and values [B, H_kv, T, head_dim]."""
+    def keys_values(self, x: mx.array, start: int | mx.array) -> tuple[mx.array, mx.array]:
+        """Rows [B, T, width] at positions start.. (one for all or [B]) -> keys and values [B, H_kv, T, head_dim]."""
         raw = split_heads(self.k_proj(x), self.head_dim)
         values = split_heads(self.v_proj(x), self.head_dim) if "v_proj" in self else raw
         return self._rope(self.k_norm(raw), offset=start), mx.fast.rms_norm(values, None, self.eps)
+
+    def queries(self, x: mx.array, start: int | mx.array) -> mx.array:
+        """Rows [B, T, width] at positions start.. -> queries [B, H, T, head_dim]."""
+        return self._rope(self.q_norm(split_heads(self.q_proj(x), self.head_dim)), offset=start)
 
     def attend(
         self, x: mx.array, keys: mx.array, values: mx.array, start: int, mask: mx.array | None = None
     ) -> mx.array:
         """Queries from rows [B, T, width] at positions start.. over keys [B, H_kv, S, head_dim] -> [B, T, D]."""
-        queries = self._rope(self.q_norm(split_heads(self.q_proj(x), self.head_dim)), offset=start)
-        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=mask)
+        queries = self.queries(x, start)
+        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=mask)
         return self.o_proj(out.swapaxes(1, 2).flatten(2))
 
 

@@ -39,6 +39,16 @@ class Markov(Protocol):
         """The head as the kernels see it; None if it has no low-rank form."""
 
 
+class Trainable(Markov, Protocol):
+    """A head that training runs over all slots at once."""
+
+    def latents(self, previous: mx.array, hidden: mx.array) -> mx.array | None:
+        """What W2 turns into the bias of every slot [B, N, R], None where there is no bias.
+
+        previous: the tokens before the slots [B, N], given (teacher forcing); hidden [B, N, D].
+        """
+
+
 class NoMarkov(nn.Module):
     """Heads off: DFlash."""
 
@@ -51,6 +61,9 @@ class NoMarkov(nn.Module):
     def step(self, token: mx.array, projected: None, base: mx.array, state: None) -> tuple[mx.array, None]:
         return base, None
 
+    def latents(self, previous: mx.array, hidden: mx.array) -> None:
+        return None
+
     def embed(self, tokens: mx.array) -> mx.array:
         raise AssertionError("rank 0 has no embedding")
 
@@ -58,8 +71,8 @@ class NoMarkov(nn.Module):
         return None
 
 
-class VanillaMarkov(nn.Module):
-    """B_k = W2 W1[x_{k-1}]."""
+class _LowRank(nn.Module):
+    """What the heads with a transition bias share: both tables, and B_k = W2 latent_k."""
 
     def __init__(self, spec: DraftSpec):
         super().__init__()
@@ -69,63 +82,68 @@ class VanillaMarkov(nn.Module):
     def embed(self, tokens: mx.array) -> mx.array:
         return self.markov_w1(tokens)
 
-    def project(self, hidden: mx.array) -> None:
+    def project(self, hidden: mx.array) -> mx.array | None:
         return None
 
-    def start(self, requests: int) -> None:
+    def start(self, requests: int) -> mx.array | None:
         return None
 
-    def step(self, token: mx.array, projected: None, base: mx.array, state: None) -> tuple[mx.array, None]:
-        return correct(base, self.embed(token), Table.of(self.markov_w2)), None
+    def latent(
+        self, token: mx.array, projected: mx.array | None, state: mx.array | None
+    ) -> tuple[mx.array, mx.array | None]:
+        """Latents [..., R] after tokens [...], with their rows of `project` [..., J]; and the state behind them."""
+        raise NotImplementedError
+
+    def step(
+        self, token: mx.array, projected: mx.array | None, base: mx.array, state: mx.array | None
+    ) -> tuple[mx.array, mx.array | None]:
+        latent, state = self.latent(token, projected, state)
+        return correct(base, latent, Table.of(self.markov_w2)), state
+
+    def latents(self, previous: mx.array, hidden: mx.array) -> mx.array | None:
+        return self.latent(previous, self.project(hidden), None)[0]
+
+
+class VanillaMarkov(_LowRank):
+    """B_k = W2 W1[x_{k-1}]."""
+
+    def latent(self, token: mx.array, projected: None, state: None) -> tuple[mx.array, None]:
+        return self.embed(token), None
 
     def chain(self) -> Chain:
         return Chain(Table.of(self.markov_w1), Table.of(self.markov_w2))
 
 
-class GatedMarkov(nn.Module):
+class GatedMarkov(_LowRank):
     """B_k = W2 (sigmoid(Wg [h_k; e_k] + b_g) * e_k), e_k = W1[x_{k-1}]."""
 
     def __init__(self, spec: DraftSpec):
-        super().__init__()
-        self.markov_w1 = nn.Embedding(spec.vocab_size, spec.markov_rank)
-        self.markov_w2 = nn.Linear(spec.markov_rank, spec.head_rows, bias=False)
+        super().__init__(spec)
         self.gate_proj = nn.Linear(spec.hidden_size + spec.markov_rank, spec.markov_rank)
-
-    def embed(self, tokens: mx.array) -> mx.array:
-        return self.markov_w1(tokens)
 
     def project(self, hidden: mx.array) -> mx.array:
         rank = self.gate_proj.bias.shape[0]
         return self.gate_proj(mx.pad(hidden, [(0, 0), (0, 0), (0, rank)]))  # [B, N, R]
 
-    def start(self, requests: int) -> None:
-        return None
-
-    def step(self, token: mx.array, projected: mx.array, base: mx.array, state: None) -> tuple[mx.array, None]:
-        chain, e = self.chain(), self.embed(token)  # [B, R]
-        gate = mx.sigmoid(projected + chain.mixing().times(e))  # [B, R]
-        return correct(base, gate * e, chain.w2), None
+    def latent(self, token: mx.array, projected: mx.array, state: None) -> tuple[mx.array, None]:
+        e = self.embed(token)  # [..., R]
+        return mx.sigmoid(projected + self.chain().mixing().times(e)) * e, None
 
     def chain(self) -> Chain:
         mix = Table.of(self.gate_proj)
         return Chain(Table.of(self.markov_w1), Table.of(self.markov_w2), gates=1, mix=mix, at=mix.width - mix.rows)
 
 
-class RnnMarkov(nn.Module):
+class RnnMarkov(_LowRank):
     """s_k = g * s_{k-1} + (1 - g) * tanh(candidate); B_k = W2 tanh(output).
 
     gate, candidate and output are one projection of [s_{k-1}; e_k; h_k]: the output does not see s_k.
     """
 
     def __init__(self, spec: DraftSpec):
-        super().__init__()
+        super().__init__(spec)
         rank = spec.markov_rank
-        self.markov_w1 = nn.Embedding(spec.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, spec.head_rows, bias=False)
         self.joint_proj = nn.Linear(2 * rank + spec.hidden_size, 3 * rank)
-
-    def embed(self, tokens: mx.array) -> mx.array:
-        return self.markov_w1(tokens)
 
     def project(self, hidden: mx.array) -> mx.array:
         rank = self.joint_proj.bias.shape[0] // 3
@@ -135,14 +153,19 @@ class RnnMarkov(nn.Module):
         bias = self.joint_proj.bias
         return mx.zeros((requests, bias.shape[0] // 3), dtype=bias.dtype)  # [B, R]
 
-    def step(
-        self, token: mx.array, projected: mx.array, base: mx.array, state: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        chain = self.chain()
-        joint = projected + chain.mixing().times(mx.concatenate([state, self.embed(token)], axis=-1))  # [B, 3R]
+    def latent(self, token: mx.array, projected: mx.array, state: mx.array) -> tuple[mx.array, mx.array]:
+        mixing = self.chain().mixing()
+        joint = projected + mixing.times(mx.concatenate([state, self.embed(token)], axis=-1))  # [B, 3R]
         gate, candidate, output = mx.split(joint, 3, axis=-1)  # [B, R] each
         gate = mx.sigmoid(gate)
-        return correct(base, mx.tanh(output), chain.w2), gate * state + (1 - gate) * mx.tanh(candidate)
+        return mx.tanh(output), gate * state + (1 - gate) * mx.tanh(candidate)
+
+    def latents(self, previous: mx.array, hidden: mx.array) -> mx.array:
+        projected, state, found = self.project(hidden), self.start(len(previous)), []
+        for slot in range(previous.shape[1]):
+            latent, state = self.latent(previous[:, slot], projected[:, slot], state)
+            found.append(latent)
+        return mx.stack(found, axis=1)  # [B, N, R]
 
     def chain(self) -> Chain:
         return Chain(Table.of(self.markov_w1), Table.of(self.markov_w2), gates=3, mix=Table.of(self.joint_proj))
@@ -170,6 +193,6 @@ class ConfidenceHead(nn.Module):
 _MARKOV = {"vanilla": VanillaMarkov, "gated": GatedMarkov, "rnn": RnnMarkov}
 
 
-def make_markov(spec: DraftSpec) -> Markov:
+def make_markov(spec: DraftSpec) -> Trainable:
     """The Markov head that a spec names."""
     return NoMarkov() if spec.markov == "none" else _MARKOV[spec.markov](spec)

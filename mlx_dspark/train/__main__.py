@@ -1,0 +1,5 @@
+"""`python -m mlx_dspark.train`."""
+
+from .command import main
+
+main()
