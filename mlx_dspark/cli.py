@@ -16,6 +16,8 @@ _COMMANDS = {
     "bench": ("bench", "Time plain mlx_lm, our plain loop and speculation on the same prompts."),
     "profile": ("profile", "Measure what a round costs on this machine."),
     "calibrate": ("calibrate", "Fit the draft's confidences to what the target accepts."),
+    "evaluate": ("evaluate", "Measure how much of a draft's proposals the target keeps."),
+    "data": ("data", "Let a target answer prompts: training data for its draft."),
     "simulate": ("simulate", "Compare policies on cost curves of other machines."),
 }
 
