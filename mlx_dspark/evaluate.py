@@ -92,7 +92,6 @@ def evaluate(
     except KeyboardInterrupt:
         interrupted = True
     finally:
-        samples.close()
         progress.clear()
     sets = tuple(measured.values())
     calibration = _calibration(sets, pair.draft.gamma) if _told(pair, settings) else None

@@ -103,7 +103,7 @@ def _row(line: str, where: str) -> Row:
         if "turns" in entry or "prompt" in entry:
             return Row(where, _texts(entry["turns"] if "turns" in entry else [entry["prompt"]]))
         return Row(where, *_dialogue(entry["conversations"] if "conversations" in entry else entry["messages"]))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise FormatError(f"{where}: not an object with turns (texts, at least one), prompt, conversations or ids: "
                           "correct or remove the line") from None
 

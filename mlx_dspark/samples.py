@@ -30,12 +30,15 @@ HEADER = b'{"run": '  # how a sample begins in a record file
 
 @dataclass(frozen=True)
 class Settings:
-    """How an evaluation decodes. Sample i draws with seed + i."""
+    """How an evaluation decodes. Sample i draws with seed + i. Raises ValueError for a bad temperature."""
 
     protocol: str = PAPER
     temperature: float = 1.0
     max_tokens: int = 2048
     seed: int = 980406
+
+    def __post_init__(self) -> None:
+        Sampling(temperature=self.temperature, seed=self.seed)  # checks both
 
     @property
     def policy(self) -> str:
@@ -130,13 +133,8 @@ class Samples:
         self._facts = {"protocol": settings.protocol, "temperature": settings.temperature,
                        "target": content_hash(pair.target.model), "draft": content_hash(pair.draft),
                        "dtype": pair.facts.get("dtype")}
+        self._record = record
         self._known = {} if record is None else _resume(record)
-        self._file = None if record is None else record.open("a", encoding="utf-8")
-
-    def close(self) -> None:
-        """Close the record file."""
-        if self._file is not None:
-            self._file.close()
 
     def known(self, sample: Sample, policy: str) -> bool:
         """Whether an earlier run left this sample."""
@@ -158,12 +156,12 @@ class Samples:
         return tuple(rounds)
 
     def _keep(self, about: Mapping[str, Any], rounds: Sequence[Round]) -> None:
-        if self._file is None:
+        if self._record is None:
             return
         lines = [{"run": {**about, "rounds": len(rounds)}}]
         lines += [{**landed.to_dict(), "confidences": landed.confidences} for landed in rounds]
-        self._file.write("".join(json.dumps(line) + "\n" for line in lines))
-        self._file.flush()
+        with self._record.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(line) + "\n" for line in lines))
 
     def _about(self, sample: Sample, policy: str) -> dict[str, Any]:
         """Everything that a sample's rounds depend on."""
