@@ -336,14 +336,14 @@ def loaded(monkeypatch):
 
 
 def test_the_command_writes_tables_and_a_document(loaded, tmp_path):
-    done = run("--count", 2, "-m", 12, "--thresholds", "0,0.4", "--json", tmp_path / "e.json")
+    done = run("maths", "--count", 2, "-m", 8, "--thresholds", "0,0.4", "--json", tmp_path / "e.json")
     assert done.exit_code == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "paper protocol: fixed blocks of 7, no thinking; temperature 1, at most 12 tokens, seed 980406"
+    assert lines[0] == "paper protocol: fixed blocks of 7, no thinking; temperature 1, at most 8 tokens, seed 980406"
     assert lines[2].split() == ["data", "samples", "rounds", "tau", "drafts", "verify", "rate"]
     document = json.loads((tmp_path / "e.json").read_text(encoding="utf-8"))
-    entry = document["data"]["heldout"]
-    assert lines[3].split()[:3] == ["heldout", "2", str(entry["rounds"])]
+    entry = document["data"]["maths"]
+    assert lines[3].split()[:3] == ["maths", "2", str(entry["rounds"])]
     assert [at["threshold"] for at in entry["thresholds"]] == [0, 0.4]
     assert entry["thresholds"][0]["acceptance_length"] == entry["acceptance_length"]
     assert document["machine"]["mlx"] and document["weights"]["draft"] and document["settings"]["seed"] == 980406
@@ -357,14 +357,14 @@ def test_json_to_stdout_is_nothing_but_json(loaded):
 
 def test_an_interrupt_still_reports(loaded, monkeypatch, tmp_path):
     interrupting(monkeypatch, 12)
-    done = run("-m", 12, "--json", tmp_path / "e.json")
+    done = run("--data", "maths", "-m", 8, "--json", tmp_path / "e.json")
     assert done.exit_code == 130 and "INTERRUPTED" in done.stdout
     assert json.loads((tmp_path / "e.json").read_text(encoding="utf-8"))["interrupted"]
 
 
 def test_pictures_are_drawn(loaded, tmp_path):
     pytest.importorskip("matplotlib", reason="NOT TESTED, matplotlib is missing: pip install matplotlib")
-    done = run("--count", 2, "-m", 12, "--thresholds", "0.4", "--plot", tmp_path / "new")
+    done = run("maths", "--count", 2, "-m", 8, "--thresholds", "0.4", "--plot", tmp_path / "new")
     assert done.exit_code == 0, done.stderr
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == sorted(module.PICTURES)
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "new").iterdir())
