@@ -17,6 +17,8 @@ _COMMANDS = {
     "profile": ("profile", "Measure what a round costs on this machine."),
     "calibrate": ("calibrate", "Fit the draft's confidences to what the target accepts."),
     "train": ("train.command", "Train a draft for a target."),
+    "evaluate": ("evaluate", "Measure how much of a draft's proposals the target keeps."),
+    "data": ("data", "Let a target answer prompts: training data for its draft."),
     "simulate": ("simulate", "Compare policies on cost curves of other machines."),
 }
 

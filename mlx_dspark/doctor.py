@@ -7,17 +7,16 @@ import json
 import sys
 from collections.abc import Iterable, Mapping
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from .commands import SETTINGS, Notes, open_pair, pair_options, run_command
+from .models import known_pair
 
 if TYPE_CHECKING:
     from .backend import Blas
     from .load import Pair
-    from .registry import Found, KnownDraft
     from .selfcheck import Check, Trial
 
 PACKAGE, DISTRIBUTION = "mlx_dspark", "mlx-dspark"
@@ -101,7 +100,9 @@ def examine(pair: Pair, fields: Mapping[str, Any], max_tokens: int) -> tuple[dic
     """Check a pair; its part of the JSON document, and whether all checks passed."""
     from .selfcheck import self_check
 
-    found, known = _from_registry(fields)
+    found, known = known_pair(fields)
+    if found is not None and known is None:
+        known = found.best()[0]
     entry: dict[str, Any] = {**pair.facts, "recognised": found.describe() if found else None, "notes": list(pair.notes)}
     if pair.draft is None:
         nothing = "there is no draft, so there is nothing to check: decoding is plain, give --draft"
@@ -118,22 +119,6 @@ def _passed(checks: Iterable[Check]) -> bool:
 def _numbers(trial: Trial) -> dict[str, Any]:
     return {"tau": round(trial.tau, 4), "rounds": trial.rounds,
             "accepted": [round(share, 4) for share in trial.accepted]}
-
-
-def _from_registry(fields: Mapping[str, Any]) -> tuple[Found | None, KnownDraft | None]:
-    """The recognised target, and the draft in use or else the best one that is known for it."""
-    from .hub import resolve
-    from .registry import find_draft, find_target
-
-    if not fields["model"]:
-        return None, None
-    found = find_target(fields["model"], resolve(fields["model"], fields["revision"]))
-    if found is None:
-        return None, None
-    name = fields["draft"]
-    local = Path(name).expanduser() if name else None
-    given = find_draft(found.target, name, local if local.is_dir() else None) if name else None
-    return found, given or found.best()[0]
 
 
 def _prompts(pair: Pair, model: str | None) -> list[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from .errors import FormatError
@@ -36,10 +37,25 @@ def revision_of(folder: Path) -> str | None:
     return folder.name if commit and folder.parent.name == "snapshots" else None
 
 
+def download_file(dataset: str, name: str) -> Path:
+    """The local copy of one file of a dataset repo, downloaded if need be. Raises FormatError with the remedy."""
+    from huggingface_hub import hf_hub_download
+
+    return _fetched(dataset, None, "dataset", lambda: hf_hub_download(dataset, name, repo_type="dataset"))
+
+
 def _download(repo: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
+
+    return _fetched(repo, revision, "repo",
+                    lambda: snapshot_download(repo, revision=revision, allow_patterns=_PATTERNS))
+
+
+def _fetched(repo: str, revision: str | None, what: str, fetch: Callable[[], str]) -> Path:
+    """What `fetch` downloads, or one line that says what is wrong with the repo, the network or the disk."""
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.errors import (
+        EntryNotFoundError,
         GatedRepoError,
         HFValidationError,
         LocalEntryNotFoundError,
@@ -48,11 +64,11 @@ def _download(repo: str, revision: str | None) -> Path:
     )
 
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=_PATTERNS))
+        return Path(fetch())
     except GatedRepoError:
         reason = "is gated: accept its terms on its page, then run hf auth login"
     except RepositoryNotFoundError:
-        reason = ("is neither a local folder nor a Hugging Face repo you can see: check the spelling, "
+        reason = (f"is neither a local folder nor a Hugging Face {what} you can see: check the spelling, "
                   "or run hf auth login for a private one")
     except RevisionNotFoundError:
         reason = f"has no revision {revision!r}: check --revision and --draft-revision"
@@ -60,6 +76,8 @@ def _download(repo: str, revision: str | None) -> Path:
         reason = "is no Hugging Face repo id: give owner/name or a local folder"
     except LocalEntryNotFoundError:
         reason = f"is not completely in the cache ({HF_HUB_CACHE}) and the hub cannot be reached: check the network"
+    except EntryNotFoundError:
+        reason = "holds no such file: look up its name on the hub"
     except Exception as error:  # the disk's, or the HTTP client's own, some of which are OSErrors without a number
         if isinstance(error, OSError) and error.strerror and not isinstance(error, ConnectionError):
             reason = f"could not be downloaded ({error.strerror}): check disk and {HF_HUB_CACHE}"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from .commands import SETTINGS, run_command
-from .registry import TARGETS, Found, KnownDraft, KnownTarget, find_target
+from .hub import resolve
+from .registry import TARGETS, Found, KnownDraft, KnownTarget, find_draft, find_target
 
 
 def entry(target: KnownTarget) -> dict[str, Any]:
@@ -26,6 +27,23 @@ def recognise(name: str) -> Found | None:
     """How `load` would see a target, from what is on this machine alone."""
     folder = Path(name).expanduser()
     return find_target(name, folder if folder.is_dir() else None)
+
+
+def known_pair(fields: Mapping[str, Any]) -> tuple[Found | None, KnownDraft | None]:
+    """The recognised target and draft of a command's pair options; None for what the registry does not know.
+
+    Without --draft, the draft is the one that `load` takes.
+    """
+    if not fields["model"]:
+        return None, None
+    found = find_target(fields["model"], resolve(fields["model"], fields["revision"]))
+    if found is None:
+        return None, None
+    name = fields["draft"]
+    if not name:
+        return found, found.best()[0]
+    local = Path(name).expanduser()
+    return found, find_draft(found.target, name, local if local.is_dir() else None)
 
 
 @click.command("models", context_settings=SETTINGS)

@@ -89,6 +89,30 @@ def plot_lines(path: Path, panels: Mapping[str, Mapping[str, Sequence[tuple[floa
     _save(figure, path)
 
 
+def plot_acceptance(path: Path, panels: Mapping[str, Mapping[str, Sequence[float | None]]]) -> None:
+    """Shares by slot: a panel per title, a line per data set; slots that were never reached are left out."""
+    figure, all_axes = _figure(path, len(panels), (4.5 * len(panels), 4.0), across=True)
+    for axes, (title, lines) in zip(all_axes, panels.items(), strict=True):
+        for name, shares in lines.items():
+            points = [(slot, share) for slot, share in enumerate(shares, start=1) if share is not None]
+            axes.plot([slot for slot, _ in points], [share for _, share in points], "o-", linewidth=1, label=name)
+        axes.set(xlabel="slot", ylabel="share of the drafts", title=title, ylim=(0, 1.02))
+        axes.legend(fontsize="small")
+    _save(figure, path)
+
+
+def plot_thresholds(path: Path, lines: Mapping[str, Sequence[tuple[float, float, float]]]) -> None:
+    """Two panels over the threshold: tau and verify rate; a line of (threshold, tau, verify rate) per data set."""
+    figure, all_axes = _figure(path, 2, (9.0, 4.0), across=True)
+    for axes, (place, label) in zip(all_axes, ((1, "tau"), (2, "verify rate")), strict=True):
+        for name, points in lines.items():
+            axes.plot([point[0] for point in points], [point[place] for point in points], "o-", linewidth=1, label=name)
+        axes.set(xlabel="threshold", ylabel=label)
+        axes.set_ylim(bottom=0)
+        axes.legend(fontsize="small")
+    _save(figure, path)
+
+
 def _reliability_line(axes: Any, slot: SlotMetrics) -> None:
     bins = [(mean, outcome, count) for _, mean, outcome, count in slot.reliability if count >= FEW]
     predicted, observed = [mean for mean, _, _ in bins], [outcome for _, outcome, _ in bins]

@@ -10,12 +10,13 @@ proposal of the file have no confidences there and are left out, so record with 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .errors import FormatError
+from .structs import Round, Schedule
 
 if TYPE_CHECKING:
     from .schedule.rate import Calibrate
@@ -28,6 +29,22 @@ def judged(drafts: int, accepted: int, tokens: int) -> int:
     A complete round commits one token more than it accepts; a cut one ends inside its accepted run.
     """
     return drafts if tokens > accepted else accepted
+
+
+def round_from(row: Mapping[str, Any]) -> Round:
+    """The round of a record's line, as far as it is kept there. Raises KeyError, TypeError or ValueError."""
+    drafts, confidences, logprobs = tuple(row["drafts"]), row["confidences"], row["logprobs"]
+    accepted = int(row["accepted"])
+    if not 0 <= accepted <= len(drafts) <= row["proposed"] or not all(0 <= c <= 1 for c in confidences or ()):
+        raise ValueError("drafts, accepted and confidences do not fit together")
+    return Round(
+        index=int(row["index"]), start=int(row["start"]), rows=int(row["rows"]), proposed=int(row["proposed"]),
+        drafts=drafts, accepted=accepted, tokens=tuple(row["tokens"]),
+        schedule=Schedule(len(drafts), row["policy"], row["reason"]),
+        seconds={part: ms / 1e3 for part, ms in row["ms"].items()},
+        logprobs=None if logprobs is None else tuple(logprobs),
+        confidences=None if confidences is None else tuple(map(float, confidences)), finish=row["finish"],
+    )
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,8 @@ class KnownDraft:
     """A public draft repo.
 
     kind: one of KINDS. packaging: who packed it so. revision: a full commit to load, where one is known.
-    tau: published accepted lengths (bonus included) by benchmark, for a warning when a run is far below.
+    tau: published accepted lengths (bonus included) by benchmark, for a warning when a run is far below;
+    source: where they were published, and under which conditions.
     blocked: why this version cannot run it.
     """
 
@@ -52,6 +53,7 @@ class KnownDraft:
     revision: str | None = None
     tau: Mapping[str, float] = field(default_factory=dict)
     blocked: str | None = None
+    source: str | None = None
 
     def expected(self) -> str | None:
         """The range of the published tau, or None."""
@@ -99,6 +101,7 @@ class Found:
 
 
 BENCHMARKS = ("gsm8k", "math500", "aime25", "mbpp", "humaneval", "lcb", "mt-bench", "alpaca", "arena")
+TABLE_1 = "the paper's Table 1 (arXiv 2607.05147): temperature 1, no thinking"
 
 
 def _tau(*values: float) -> dict[str, float]:
@@ -111,8 +114,9 @@ def _deepspec(
 ) -> tuple[KnownDraft, ...]:
     """DeepSeek's three drafts of one target: DSpark, DFlash, Eagle3."""
     return (
-        KnownDraft(f"deepseek-ai/dspark_{name}_block7", "dspark", "DeepSpec", pins[0], tau),
-        KnownDraft(f"deepseek-ai/dflash_{name}_block7", "dflash", "DeepSpec", pins[1], dflash_tau or {}),
+        KnownDraft(f"deepseek-ai/dspark_{name}_block7", "dspark", "DeepSpec", pins[0], tau, source=TABLE_1),
+        KnownDraft(f"deepseek-ai/dflash_{name}_block7", "dflash", "DeepSpec", pins[1], dflash_tau or {},
+                   source="vllm-ascend pull request 11153: greedy, 100 prompts" if dflash_tau else None),
         KnownDraft(f"deepseek-ai/eagle3_{name}_ttt7", "eagle3", "DeepSpec Eagle3", pins[2]),
     )
 
@@ -133,7 +137,7 @@ TARGETS = (
     KnownTarget("Qwen/Qwen3-4B", _sorted(
         *_deepspec("qwen3_4b", _tau(6.11, 5.70, 4.89, 5.13, 5.38, 4.86, 3.64, 3.54, 3.29)),
         KnownDraft("AQ-MedAI/Qwen3-4B-DSpark", "dspark", "speculators",
-                   tau=_tau(6.00, 5.67, 5.19, 5.04, 5.26, 4.66, 4.21, 2.61, 4.18)),
+                   tau=_tau(6.00, 5.67, 5.19, 5.04, 5.26, 4.66, 4.21, 2.61, 4.18), source="its model card"),
         KnownDraft("RedHatAI/Qwen3-4B-speculator.dspark", "dspark", "speculators"),
         KnownDraft("z-lab/Qwen3-4B-DFlash-b16", "dflash", "z-lab DFlash"),
     ), _qwen3(36, 2560)),

@@ -132,11 +132,16 @@ def read_calibration(path: Path, gamma: int | None = None) -> list[float]:
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> Path:
+    """Write a JSON file whole or not at all."""
+    return write_text(path, json.dumps(document, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> Path:
     """Write a file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     try:
-        partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache as memoise
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import wired_limit
+from mlx_lm.generate import BatchGenerator, wired_limit
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 
 from .cache import TargetCache
@@ -115,6 +116,18 @@ class Target:
         cache.advance(1, 1)
         observe(tokens[:, last:], final.taps)
         return final
+
+    def can_batch(self) -> bool:
+        """Whether mlx-lm can decode several requests of this model at once."""
+        return all(hasattr(layer, "merge") for layer in make_prompt_cache(self.model))
+
+    def batch(self, stop_ids: Collection[int], size: int) -> BatchGenerator:
+        """mlx-lm's generator for several requests at once, of which at most `size` are decoded together.
+
+        Each request has a sampler of its own: (log-probabilities [1, V]) -> token [1], called once a token.
+        """
+        return BatchGenerator(self.model, stop_tokens=[[token] for token in stop_ids], completion_batch_size=size,
+                              prefill_batch_size=min(size, 8))
 
     def processors(self, sampling: Sampling) -> list[Processor]:
         """mlx-lm's own logits processors for the penalties and the bias of `sampling`."""

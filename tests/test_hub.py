@@ -17,7 +17,7 @@ from mlx_lm.models import minicpm
 import mlx_dspark
 from mlx_dspark.errors import FormatError
 from mlx_dspark.generate import command
-from mlx_dspark.hub import _PATTERNS, resolve, revision_of
+from mlx_dspark.hub import _PATTERNS, download_file, resolve, revision_of
 from mlx_dspark.load import ASSETS, load, read_draft
 
 
@@ -38,6 +38,7 @@ FAILURES = {
                          "--draft-revision"),
     "not in the cache, offline": (errors.LocalEntryNotFoundError("no\nnetwork"), "not completely in the cache (",
                                   "the hub cannot be reached: check the network"),
+    "no such file": (errors.EntryNotFoundError("404"), "holds no such file", "look up its name"),
     "bad id": (errors.HFValidationError("a--b"), "is no Hugging Face repo id", "owner/name"),
     "server error": (errors.HfHubHTTPError("502", response=answer(502)),
                      "the hub answers 502", "check the network"),
@@ -60,6 +61,7 @@ def failure(request, monkeypatch):
         raise error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     return ["owner/name ", *fragments]
 
 
@@ -77,6 +79,26 @@ def test_the_command_says_the_same_of_a_draft(failure):
     assert result.exit_code == 1 and result.stdout == ""
     (line,) = result.stderr.splitlines()
     assert line.startswith("Error: owner/name ") and failure[1] in line
+
+
+def test_a_file_of_a_dataset_fails_in_the_same_words(failure):
+    with pytest.raises(FormatError) as caught:
+        download_file("owner/name", "gsm8k.jsonl")
+    message = str(caught.value)
+    assert message.startswith("owner/name ") and "\n" not in message
+    assert failure[1].replace("repo you", "dataset you").replace("revision 'v9'", "revision") in message
+
+
+def test_a_file_of_a_dataset_is_asked_for_as_one(monkeypatch, tmp_path):
+    asked = []
+
+    def download(repo, name, repo_type):
+        asked.append((repo, name, repo_type))
+        return str(tmp_path / name)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert download_file("owner/name", "gsm8k.jsonl") == tmp_path / "gsm8k.jsonl"
+    assert asked == [("owner/name", "gsm8k.jsonl", "dataset")]
 
 
 def test_a_download_takes_name_and_revision(monkeypatch, tmp_path):

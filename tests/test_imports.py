@@ -18,7 +18,8 @@ ORDER = [  # a module may import modules of earlier lines
     {"errors", "structs", "backend", "text"},
     {"commands", "registry", "hub"},  # click alone, or nothing
     {"models", "stats", "schedule"},
-    {"plot", "record", "store", "terminal"},
+    {"plot", "record", "store", "terminal", "prompts", "progress", "tables"},
+    {"acceptance"},
     {"kernels"},
     {"sampling", "cache"},
     {"draft", "target"},
@@ -28,11 +29,14 @@ ORDER = [  # a module may import modules of earlier lines
     {"profile"},
     {"scheduling"},
     {"generate"},
+    {"samples", "regenerate"},
     {"bench_kernels"},
     {"bench"},
     {"simulate"},
     {"calibrate"},
     {"selfcheck"},
+    {"report"},
+    {"evaluate", "data"},
     {"doctor"},
     {"train"},
     {"cli"},
@@ -43,7 +47,8 @@ DRAFT_ORDER = ["spec", "context tables heads qwen3", "gemma4 dflash2", "backbone
 # bench times plain mlx_lm; two backbones use its rotary embeddings
 USE_MLX_LM = {"target", "cache", "load", "bench", "draft.qwen3", "draft.gemma4"}
 PURE = {"store", "errors", "structs", "stats", "text", "schedule", "schedule.policies", "commands", "cli", "draft.spec",
-        "registry", "models", "hub", "train", "train.config", "train.command"}
+        "registry", "models", "hub", "prompts", "acceptance", "tables", "progress", "train", "train.config",
+        "train.command"}
 
 
 def run_python(*args: str) -> subprocess.CompletedProcess:

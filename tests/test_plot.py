@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from mlx_dspark.plot import FEW, check_plot, plot_costs, plot_lines, plot_policies, plot_reliability
+from mlx_dspark.plot import (
+    FEW,
+    check_plot,
+    plot_acceptance,
+    plot_costs,
+    plot_lines,
+    plot_policies,
+    plot_reliability,
+    plot_thresholds,
+)
 from mlx_dspark.schedule.calibration import SlotMetrics
 from mlx_dspark.schedule.cost import CostCurve
 
@@ -25,11 +34,15 @@ PICTURES = {
     "policies": lambda path: plot_policies(path, {"steady": TABLE, "swinging": TABLE}),
     "lines": lambda path: plot_lines(path, {"loss": {"training": [(0, 3.0), (1, 2.0)]}, "tau": {"held out": []}},
                                      "step"),
+    "acceptance": lambda path: plot_acceptance(path, {"up to": {"maths": (0.8, 0.5, None)}, "if": {"chat": (0.7,)}}),
+    "thresholds": lambda path: plot_thresholds(path, {"maths": [(0.0, 4.1, 0.5), (0.5, 3.0, 0.7)]}),
 }
 SHOWN = {
     "costs": ["a curve", "another", "rows of a verify forward"],
     "reliability": ["raw", "fitted", "predicted survival"],
     "lines": ["loss", "training", "tau", "held out", "step"],
+    "acceptance": ["up to", "if", "maths", "chat", "share of the drafts"],
+    "thresholds": ["tau", "verify rate", "maths", "threshold"],
     "policies": ["slow machine", "fast machine", "steady", "swinging", "auto", "fixed"],
 }
 

@@ -73,6 +73,19 @@ def metrics(rounds: Rounds, temperatures: Sequence[float] | None = None) -> list
     return found
 
 
+def summarise(slots: Sequence[SlotMetrics]) -> dict[str, float | None]:
+    """ECE, AUC and Brier score over all slots, each weighted by its count; None where nothing was observed.
+
+    A slot whose AUC is undefined does not count for the AUC.
+    """
+    found: dict[str, float | None] = {}
+    for name in ("ece", "auc", "brier"):
+        seen = [(getattr(s, name), s.count) for s in slots if s.count and not math.isnan(getattr(s, name))]
+        total = sum(count for _, count in seen)
+        found[name] = sum(value * count for value, count in seen) / total if total else None
+    return found
+
+
 def fit_temperatures(rounds: Rounds, grid: Sequence[float] = GRID) -> list[float]:
     """Sequential temperature scaling: one temperature per slot, 1 where a slot was never verified.
 
