@@ -10,9 +10,10 @@ CAPITALS = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Germany": "B
             "Norway": "Oslo", "Sweden": "Stockholm", "Greece": "Athens", "Egypt": "Cairo", "Peru": "Lima",
             "Austria": "Vienna", "Poland": "Warsaw", "Portugal": "Lisbon", "Ireland": "Dublin", "Kenya": "Nairobi",
             "Cuba": "Havana", "China": "Beijing", "Hungary": "Budapest", "Finland": "Helsinki", "Denmark": "Copenhagen"}
-OPPOSITES = {"hot": "cold", "big": "small", "fast": "slow", "old": "young", "early": "late", "full": "empty", "wet": "dry",
-             "hard": "soft", "light": "dark", "high": "low", "long": "short", "loud": "quiet", "rich": "poor",
-             "open": "closed", "strong": "weak", "deep": "shallow", "near": "far", "happy": "sad", "clean": "dirty"}
+OPPOSITES = {"hot": "cold", "big": "small", "fast": "slow", "old": "young", "early": "late", "full": "empty",
+             "wet": "dry", "hard": "soft", "light": "dark", "high": "low", "long": "short", "loud": "quiet",
+             "rich": "poor", "open": "closed", "strong": "weak", "deep": "shallow", "near": "far", "happy": "sad",
+             "clean": "dirty"}
 GROUPS = {"fruit": ("apples", "pears", "plums", "cherries", "grapes", "oranges", "bananas"),
           "vegetable": ("carrots", "onions", "peas", "beans", "cabbages", "leeks", "potatoes"),
           "colour": ("red", "blue", "green", "yellow", "brown", "purple", "orange", "white"),
@@ -24,11 +25,14 @@ GROUPS = {"fruit": ("apples", "pears", "plums", "cherries", "grapes", "oranges",
 COLOURS = {"snow": "white", "grass": "green", "the sky on a clear day": "blue", "a ripe tomato": "red", "coal": "black",
            "a lemon": "yellow", "milk": "white", "chocolate": "brown", "a carrot": "orange", "blood": "red"}
 PLACES = {"bakery": "bread and cakes are made", "library": "books are kept and lent", "school": "children learn",
-          "hospital": "sick people are cared for", "harbour": "ships can lie safely", "market": "people buy and sell things",
-          "theatre": "plays are shown", "farm": "animals are kept and plants are grown", "station": "trains stop",
-          "workshop": "things are made and repaired", "museum": "old and rare things are shown", "kitchen": "meals are cooked"}
-MAKERS = {"bread": "a baker", "shoes": "a shoemaker", "houses": "a builder", "clothes": "a tailor", "chairs": "a carpenter",
-          "songs": "a composer", "books": "a writer", "pots": "a potter", "programs": "a programmer", "maps": "a mapmaker"}
+          "hospital": "sick people are cared for", "harbour": "ships can lie safely",
+          "market": "people buy and sell things", "theatre": "plays are shown",
+          "farm": "animals are kept and plants are grown", "station": "trains stop",
+          "workshop": "things are made and repaired", "museum": "old and rare things are shown",
+          "kitchen": "meals are cooked"}
+MAKERS = {"bread": "a baker", "shoes": "a shoemaker", "houses": "a builder", "clothes": "a tailor",
+          "chairs": "a carpenter", "songs": "a composer", "books": "a writer", "pots": "a potter",
+          "programs": "a programmer", "maps": "a mapmaker"}
 REASONS = {question: " ".join(reply) for question, *reply in blocks("reasons.txt")}
 STEPS = {task: steps for task, *steps in blocks("steps.txt")}
 TALK = [(said, " ".join(reply)) for said, *reply in blocks("talk.txt")]
@@ -45,16 +49,20 @@ def answer(rng: random.Random) -> tuple[str, str]:
 def _capital(rng: random.Random) -> tuple[str, str]:
     country, city = rng.choice(list(CAPITALS.items()))
     if rng.random() < 0.3:
-        return expand(f"«In which country is {city}?|Where is {city}?»", rng), f"{city} is in {country}. It is the capital."
-    question = f"«What is the capital of {country}?|Which city is the capital of {country}?|Tell me the capital of {country}.»"
-    return expand(question, rng), expand(f"«The capital of {country} is {city}.|It is {city}.|{city} is the capital of {country}.»", rng)
+        question = expand(f"«In which country is {city}?|Where is {city}?»", rng)
+        return question, f"{city} is in {country}. It is the capital."
+    capital = f"the capital of {country}"
+    question = expand(f"«What is {capital}?|Which city is {capital}?|Tell me {capital}.»", rng)
+    return question, expand(f"«The capital of {country} is {city}.|It is {city}.|{city} is {capital}.»", rng)
 
 
 def _opposite(rng: random.Random) -> tuple[str, str]:
     pair = list(rng.choice(list(OPPOSITES.items())))
     rng.shuffle(pair)
-    return (expand(f'«What is the opposite of "{pair[0]}"?|Which word is the opposite of {pair[0]}?»', rng),
-            expand(f'«The opposite of "{pair[0]}" is "{pair[1]}".|It is "{pair[1]}": something cannot be {pair[0]} and {pair[1]} at once.»', rng))
+    one, other = pair
+    return (expand(f'«What is the opposite of "{one}"?|Which word is the opposite of {one}?»', rng),
+            expand(f'«The opposite of "{one}" is "{other}".|It is "{other}": something cannot be {one} and {other} at '
+                   "once.»", rng))
 
 
 def _group(rng: random.Random) -> tuple[str, str]:
@@ -62,8 +70,8 @@ def _group(rng: random.Random) -> tuple[str, str]:
     count = rng.randint(2, 5)
     things = listing(rng.sample(GROUPS[kind], count))
     number = ("two", "three", "four", "five")[count - 2]
-    return (expand(f"«Name|Tell me|List|Give me» {number} {kind}s.", rng),
-            expand(f"«{sentence(things)}.|{number.capitalize()} {kind}s are {things}.|Here are {number}: {things}.»", rng))
+    reply = f"«{sentence(things)}.|{number.capitalize()} {kind}s are {things}.|Here are {number}: {things}.»"
+    return expand(f"«Name|Tell me|List|Give me» {number} {kind}s.", rng), expand(reply, rng)
 
 
 def _colour(rng: random.Random) -> tuple[str, str]:
@@ -73,8 +81,9 @@ def _colour(rng: random.Random) -> tuple[str, str]:
 
 def _place(rng: random.Random) -> tuple[str, str]:
     place, what = rng.choice(list(PLACES.items()))
-    return (expand(f"«What is {article(place)}?|Explain what {article(place)} is.|What do people do in {article(place)}?»", rng),
-            f"{sentence(article(place))} is a place where {what}.")
+    a_place = article(place)
+    return (expand(f"«What is {a_place}?|Explain what {a_place} is.|What do people do in {a_place}?»", rng),
+            f"{sentence(a_place)} is a place where {what}.")
 
 
 def _maker(rng: random.Random) -> tuple[str, str]:

@@ -68,7 +68,7 @@ def attention(q: mx.array, k: mx.array, v: mx.array, cache: None, scale: float, 
     """Causal attention with grouped heads, without a cache (training only)."""
     B, heads, T, D = q.shape
     kv = k.shape[1]
-    q = (q * scale).reshape(B, kv, heads // kv * T, D)  # B G rT D: the queries that share a KV head, one below the other
+    q = (q * scale).reshape(B, kv, heads // kv * T, D)  # B G rT D: queries of one KV head, one below the other
     scores = (q @ k.swapaxes(-1, -2)).reshape(B, heads, T, T)
     p = softmax(scores + nn.MultiHeadAttention.create_additive_causal_mask(T))
     return (p.reshape(B, kv, heads // kv * T, T) @ v).reshape(B, heads, T, D)

@@ -72,8 +72,9 @@ def cast(rng: random.Random) -> dict[str, str]:
     he, his, him = ("she", "her", "her") if girl else ("he", "his", "him")
     place, thing, food = rng.choice(PLACES), rng.choice(THINGS), rng.choice(FOODS)
     return {"name": name, "being": being, "kind": article(being), "who": who, "mood": mood, "a_mood": article(mood),
-            "he": he, "He": sentence(he), "his": his, "him": him, "himself": f"{him}self", "friend": friend, "animal": friend_animal,
-            "an_animal": article(friend_animal), "place": place, "thing": thing, "a_thing": article(thing), "food": food}
+            "he": he, "He": sentence(he), "his": his, "him": him, "himself": f"{him}self", "friend": friend,
+            "animal": friend_animal, "an_animal": article(friend_animal), "place": place, "thing": thing,
+            "a_thing": article(thing), "food": food}
 
 
 def _joined(rng: random.Random, parts: list[str]) -> str:

@@ -28,8 +28,9 @@ def _plus(rng: random.Random) -> tuple[str, str]:
     left = f"{a} + {b}"
     if a >= 10 and b >= 10 and rng.random() < 0.5:  # with the working
         tens, ones = a // 10 * 10 + b // 10 * 10, a % 10 + b % 10
-        return _ask(rng, left), (f"The tens are {a // 10 * 10} + {b // 10 * 10} = {tens}. The ones are {a % 10} + {b % 10} = {ones}. "
-                                 f"Together, {tens} + {ones} = {a + b}.")
+        working = (f"The tens are {a // 10 * 10} + {b // 10 * 10} = {tens}. The ones are {a % 10} + {b % 10} = {ones}. "
+                   f"Together, {tens} + {ones} = {a + b}.")
+        return _ask(rng, left), working
     return _ask(rng, left), _say(rng, left, a + b)
 
 
@@ -58,7 +59,8 @@ def _person(rng: random.Random) -> tuple[str, str]:
 def _gain(rng: random.Random) -> tuple[str, str]:
     name, he = _person(rng)
     thing, a, b = rng.choice(THINGS), rng.randint(2, 30), rng.randint(2, 20)
-    question = expand(f"{name} has {a} {thing} and «finds|gets|buys» {b} more. How many {thing} does {he} have «now|in all»?", rng)
+    question = expand(f"{name} has {a} {thing} and «finds|gets|buys» {b} more. How many {thing} does {he} have "
+                      "«now|in all»?", rng)
     return question, f"{name} starts with {a} {thing} and adds {b}. {a} + {b} = {a + b}. So {name} has {a + b} {thing}."
 
 
@@ -67,7 +69,8 @@ def _lose(rng: random.Random) -> tuple[str, str]:
     thing, a = rng.choice(THINGS), rng.randint(5, 40)
     b = rng.randint(1, a - 1)
     question = expand(f"{name} has {a} {thing} and «gives away|loses|sells» {b} of them. How many are left?", rng)
-    return question, f"{name} starts with {a} {thing} and {b} go away. {a} - {b} = {a - b}. So {a - b} {thing} are left."
+    left = a - b
+    return question, f"{name} starts with {a} {thing} and {b} go away. {a} - {b} = {left}. So {left} {thing} are left."
 
 
 def _groups(rng: random.Random) -> tuple[str, str]:

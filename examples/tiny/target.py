@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,6 +50,7 @@ class Settings:
     clip: float = 1.0
     seed: int = 1
     phases: tuple[tuple[float, int], ...] = PHASES
+    windows: int = 12  # of 256 tokens a kind, for validation
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.minutes is None):
@@ -111,12 +111,12 @@ class Trainer:
         return {"step": self.done, "loss": loss.item(), "norm": norm.item(), "context": context,
                 "rate": settings.learning_rate(spent), "tokens": rows.shape[0] * context, "seconds": self.seconds}
 
-    def validate(self, streams: Streams, count: int = 12, context: int = 256) -> dict[str, float]:
+    def validate(self, streams: Streams, context: int = 256) -> dict[str, float]:
         """Held-out nats a token of each kind."""
         nats = {}
         for kind in streams.shares:
-            values = [self.loss(self.model, rows).item() for rows in streams.evenly(kind, count, context)]
-            nats[kind] = sum(values) / len(values)
+            windows = streams.evenly(kind, self.settings.windows, context)
+            nats[kind] = sum(self.loss(self.model, rows).item() for rows in windows) / self.settings.windows
         return nats
 
     def save(self, path: Path) -> None:
@@ -150,20 +150,23 @@ def train(out: Path, settings: Settings, config: dict[str, Any], fast: bool, eve
         trainer = Trainer(models.build(config, settings.seed), settings, cross_entropy)
         if checkpoint.exists():
             trainer.restore(checkpoint)
-        log = Log(out / "target.csv", trainer.done, settings)
-        say = partial(print, file=sys.stderr)
-        say(f"{models.parameter_count(trainer.model) / 1e6:.2f} million parameters, step {trainer.done}")
-        saved = time.monotonic()
-        while trainer.spent < 1:
-            log.add(trainer.step(training), trainer.spent)
-            if time.monotonic() - saved > 60 * every or trainer.spent >= 1:
-                log.validated(trainer.done, trainer.validate(held_out))
-                trainer.save(checkpoint)
-                saved = time.monotonic()
-        log.close()
+        with Log(out / "target.csv", trainer.done) as log:
+            log.say(f"{models.parameter_count(trainer.model) / 1e6:.2f} million parameters, step {trainer.done}")
+            _follow(trainer, log, training, held_out, partial(trainer.save, checkpoint), every)
     models.save(trainer.model, config, out / "tokenizer", out / "target")
     (out / "target.json").write_text(json.dumps({"steps": trainer.done, "seconds": round(trainer.seconds, 1)}) + "\n")
     return trainer
+
+
+def _follow(trainer: Trainer, log: Log, training: Streams, held_out: Streams, save: Callable[[], None],
+            every: float) -> None:
+    saved = time.monotonic()
+    while trainer.spent < 1:
+        log.add(trainer.step(training), trainer.spent)
+        if time.monotonic() - saved > 60 * every or trainer.spent >= 1:
+            log.validated(trainer.done, trainer.validate(held_out))
+            save()
+            saved = time.monotonic()
 
 
 @click.command(help=__doc__.split("\n", 1)[0] if __doc__ else None)

@@ -23,10 +23,11 @@ MASK = "<|mask|>"
 SPECIAL = (END, MASK, USER, ASSISTANT)  # ids 0 to 3
 VOCABULARY = 4096
 SAMPLE = 8_000_000  # characters a kind: more does not change the merges that matter
-CHAT_TEMPLATE = (
+CHAT_TEMPLATE = (  # a system message is a turn that was answered with yes
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'assistant' %}<|assistant|>{{ message.content }}"
     "{{ eos_token }}{% elif message.role == 'system' %}<|user|>{{ message.content }}<|assistant|>Yes.{{ eos_token }}"
-    "{% else %}<|user|>{{ message.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% else %}<|user|>{{ message.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
