@@ -29,20 +29,35 @@ lint: $(VENV)/installed
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 
-# Each step keeps what it has made: an interrupted make tiny goes on where it was. make clean-tiny begins anew.
-tiny: $(VENV)/installed
-	test -d $(TINY)/corpus || $(TINY_RUN) tiny.corpora --out $(TINY) $(if $(TINY_DOCS),--docs "$(TINY_DOCS)")
-	test -d $(TINY)/tokens || $(TINY_RUN) tiny.tokenizer --out $(TINY)
+# A finished step is not repeated and the two trainings continue from their checkpoints; make clean-tiny begins anew.
+tiny: $(TINY)/temperatures.json
+	$(TINY_RUN) tiny.install --out $(TINY) --assets $(ASSETS)
+
+$(TINY)/corpora.done: $(VENV)/installed
+	$(TINY_RUN) tiny.corpora --out $(TINY) $(if $(TINY_DOCS),--docs "$(TINY_DOCS)")
+	@touch $@
+
+$(TINY)/tokenizer.done: $(TINY)/corpora.done
+	$(TINY_RUN) tiny.tokenizer --out $(TINY)
+	@touch $@
+
+$(TINY)/target.done: $(TINY)/tokenizer.done
 	$(TINY_RUN) tiny.target --out $(TINY) $(TINY_BUDGET)
 	$(TINY_RUN) tiny.pack --out $(TINY)
+	@touch $@
+
+$(TINY)/draft.done: $(TINY)/target.done
 	$(RUN) -m mlx_dspark.train --model $(TINY)/target --out $(TINY)/draft \
 		$(foreach kind,code docs chat,--data $(TINY)/corpus/$(kind).train.jsonl)
+	@touch $@
+
+$(TINY)/temperatures.json: $(TINY)/draft.done
 	rm -rf $(TINY)/packed/draft
-	$(RUN) -m mlx_dspark.convert --draft $(TINY)/draft --target $(TINY)/target --mlx-path $(TINY)/packed/draft -q --q-group-size 32
+	$(RUN) -m mlx_dspark.convert --draft $(TINY)/draft --target $(TINY)/target --mlx-path $(TINY)/packed/draft \
+		-q --q-group-size 32
 	$(RUN) -m mlx_dspark.calibrate --model $(TINY)/packed/target --draft $(TINY)/packed/draft \
 		--data $(TINY)/calibration.jsonl --rounds 4000 --list-only > $(TINY)/temperatures.partial
-	mv $(TINY)/temperatures.partial $(TINY)/temperatures.json
-	$(TINY_RUN) tiny.install --out $(TINY) --assets $(ASSETS)
+	mv $(TINY)/temperatures.partial $@
 
 clean-tiny:
 	rm -rf $(TINY)

@@ -9,6 +9,7 @@ prompts come from other held-out documents.
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,9 +43,11 @@ def quantise(source: Path, folder: Path) -> None:
 
 
 def prompts(tokenizer: Tokenizer, corpus: Path, kind: str) -> Iterator[list[int]]:
-    """Prompts of one kind from its held-out documents, in order: END, then the beginning of the text."""
+    """Prompts of one kind from its held-out documents, shuffled: END, then the beginning of the text."""
     end = tokenizer.token_to_id(END)
-    for text in read(corpus, kind, "heldout"):
+    texts = list(read(corpus, kind, "heldout"))
+    random.Random(1).shuffle(texts)  # neighbours are alike
+    for text in texts:
         if kind == "chat":
             question, marked, _ = text.partition(ASSISTANT)
             if marked:
