@@ -1,5 +1,6 @@
 # make demo: set up and write a text with the small pair.  make test: set up and run the whole test suite.
-# make tiny: make the small pair again from nothing, hours of work (examples/tiny/README.md).
+# make tiny: make the small pair again from nothing, hours of work (examples/tiny/README.md).  make tiny-heads, after it:
+# compare the sequential heads at three block lengths.
 # Everything lives in .venv; once its packages are installed, demo and test work without a network.
 
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
@@ -13,11 +14,14 @@ VENV = .venv
 RUN = $(VENV)/bin/python
 TINY = build/tiny
 TINY_RUN = PYTHONPATH=examples $(RUN) -m
-TINY_BUDGET = --minutes 66
+TINY_BUDGET = --minutes 170
+TINY_DRAFT = --layers 1 --rank 48 --taps 1,2,4 --max-length 256 --batch 8 --anchors 64 --lr 2e-3 --columns 256 \
+	--steps 4000 --seed 1
+TINY_HEADS = --steps 300
 TINY_DOCS =
 ASSETS = mlx_dspark/assets/tiny
 
-.PHONY: demo test lint tiny clean clean-tiny
+.PHONY: demo test lint tiny tiny-heads clean clean-tiny
 
 demo: $(VENV)/installed
 	$(RUN) -m mlx_dspark.generate --stats --max-tokens 90 --prompt ".. function:: open(path, mode)"
@@ -46,9 +50,12 @@ $(TINY)/target.done: $(TINY)/tokenizer.done
 	$(TINY_RUN) tiny.pack --out $(TINY)
 	@touch $@
 
+# The draft reads a quarter of the chat texts: the corpus holds three times as much of them as of code or docs.
 $(TINY)/draft.done: $(TINY)/target.done
-	$(RUN) -m mlx_dspark.train --model $(TINY)/target --out $(TINY)/draft \
-		$(foreach kind,code docs chat,--data $(TINY)/corpus/$(kind).train.jsonl)
+	head -n 10000 $(TINY)/corpus/chat.train.jsonl > $(TINY)/draft-chat.jsonl
+	$(RUN) -m mlx_dspark.train --model $(TINY)/target --out $(TINY)/draft --data $(TINY)/corpus/code.train.jsonl \
+		--data $(TINY)/corpus/docs.train.jsonl --data $(TINY)/draft-chat.jsonl $(TINY_DRAFT) \
+		$(if $(wildcard $(TINY)/draft/training_state.safetensors),--resume)
 	@touch $@
 
 $(TINY)/temperatures.json: $(TINY)/draft.done
@@ -58,6 +65,9 @@ $(TINY)/temperatures.json: $(TINY)/draft.done
 	$(RUN) -m mlx_dspark.calibrate --model $(TINY)/packed/target --draft $(TINY)/packed/draft \
 		--data $(TINY)/calibration.jsonl --rounds 4000 --list-only > $(TINY)/temperatures.partial
 	mv $(TINY)/temperatures.partial $@
+
+tiny-heads: $(TINY)/target.done
+	$(TINY_RUN) tiny.heads --out $(TINY) $(TINY_HEADS)
 
 clean-tiny:
 	rm -rf $(TINY)

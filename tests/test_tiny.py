@@ -10,7 +10,22 @@ import pytest
 from click.testing import CliRunner
 from mlx_lm.models.qwen3 import Model, ModelArgs
 from mlx_lm.utils import load_tokenizer
-from tiny import answers, corpora, fast, grammar, install, model, pack, snippets, stories, sums, talk, target, tokenizer
+from tiny import (
+    answers,
+    corpora,
+    fast,
+    grammar,
+    heads,
+    install,
+    model,
+    pack,
+    snippets,
+    stories,
+    sums,
+    talk,
+    target,
+    tokenizer,
+)
 from tiny.batches import Streams
 
 import mlx_dspark
@@ -253,7 +268,7 @@ def test_a_loss_that_is_no_number_stops_the_run(run):
 
 def test_commands_give_one_line_errors(tmp_path):
     for command, words in ((tokenizer.main, "tiny.corpora"), (target.main, "--steps"), (pack.main, "tiny.target"),
-                           (install.main, "make tiny")):
+                           (install.main, "make tiny"), (heads.main, "tiny.pack")):
         result = CliRunner().invoke(command, ["--out", str(tmp_path / "nothing")])
         assert result.exit_code == 1 and words in result.output and result.output.count("\n") == 1, result.output
 
@@ -281,3 +296,54 @@ def test_install_refuses_what_is_incomplete_or_too_large(tmp_path):
     with pytest.raises(ValueError, match="the package takes 9"):
         install.install(packed, tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+# ---- heads ------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def compared(tmp_path, monkeypatch):
+    """A folder with the inputs of the comparison, and the commands that it runs: what they would write is written."""
+    (tmp_path / "corpus").mkdir()
+    for kind in corpora.KINDS:
+        lines = [json.dumps({"name": f"{n}", "text": f"{kind} {n}"}) + "\n" for n in range(100)]
+        (tmp_path / "corpus" / f"{kind}.train.jsonl").write_text("".join(lines))
+    (tmp_path / "packed").mkdir()
+    prompts = [{"kind": kind, "ids": [0, n]} for n in range(3) for kind in corpora.KINDS]
+    (tmp_path / "packed" / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    commands = []
+
+    def run(command, *args):
+        options = dict(zip(map(str, args[::2]), args[1::2])) if "--yes" not in args else {"--out": args[3]}
+        commands.append((command, args))
+        if command == "train":
+            options["--out"].mkdir()
+            (options["--out"] / "valid.csv").write_text("step,tau\n0,1.1\n9,1.5\n")
+        else:
+            found = {f"prompts-{kind}": {"acceptance_length": 2 + place} for place, kind in enumerate(corpora.KINDS)}
+            options["--json"].write_text(json.dumps({"data": found}))
+
+    monkeypatch.setattr(heads, "_run", run)
+    return tmp_path, commands
+
+
+def test_heads_are_compared_on_the_same_texts_and_prompts(compared):
+    out, commands = compared
+    found = list(heads.results(out, 9))
+    assert [(result.gamma, result.head) for result in found] == [(g, h) for g in heads.GAMMAS for h in heads.HEADS]
+    assert found[0].expected == 1.5 and found[0].taus[1, "docs"] == 3
+    assert heads.line(found[0]) == "| 4 | vanilla | 1.500 | 2.00 | 3.00 | 4.00 | 2.00 | 3.00 | 4.00 |"
+    assert {text.count("|") for text in (*heads.header(), heads.line(found[0]))} == {10}
+    texts = [json.loads(line)["name"] for line in (out / "heads" / "texts" / "chat.jsonl").read_text().splitlines()]
+    assert texts == ["0", "30", "60", "90"]
+    assert (out / "heads" / "prompts-code.jsonl").read_text() == "".join(f'{{"ids": [0, {n}]}}\n' for n in range(3))
+    trained = [list(map(str, args)) for command, args in commands if command == "train"]
+    stores = {args[args.index("--features") + 1] for args in trained}
+    assert len(trained) == 9 and len(stores) == 1 and len(commands) == 27
+
+
+def test_a_comparison_goes_on_where_it_stopped(compared):
+    out, commands = compared
+    assert len(list(zip(heads.results(out, 9), range(2)))) == 2  # the third is trained, and not asked for
+    done = len(commands)
+    assert len(list(heads.results(out, 9))) == 9
+    assert done == 9 and len(commands) == 27
