@@ -1,9 +1,10 @@
 """Train every sequential head at three block lengths on the same stored features, and compare them.
 
-    PYTHONPATH=examples python -m tiny.heads --out build/tiny --steps 300
+    PYTHONPATH=examples python -m tiny.heads --out build/tiny --steps 200
 
-Needs what the steps of `make tiny` before the draft left in OUT. Works in OUT/heads: a part of the training texts, one
-store of features for all drafts, a folder a draft. What is finished there is not done again.
+All nine begin with the backbone of the draft in OUT, so that few steps tell heads apart, and with a new head. Works in
+OUT/heads: a part of the training texts, one store of features for all, a folder a draft. What is finished there is not
+done again.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from itertools import product
 from pathlib import Path
 
 import click
+import mlx.core as mx
 
 from .corpora import KINDS
 
@@ -65,12 +67,29 @@ def train(out: Path, head: str, gamma: int, steps: int, files: list[Path]) -> Pa
     """The folder of a draft, trained now unless it is there."""
     draft = out / "heads" / f"{head}-{gamma}-{steps}"
     if not (draft / "done").exists():
-        options = {**DRAFT, "head": head, "gamma": gamma, "steps": steps, "save-every": steps}
+        backbone = _backbone(out)
+        options = {**DRAFT, "head": head, "gamma": gamma, "steps": steps, "save-every": steps, "start": backbone}
         _run("train", "--model", out / "target", "--out", draft, "--features", out / "heads" / "features", "--yes",
              *(part for name, value in options.items() for part in (f"--{name}", value)),
              *(part for file in files for part in ("--data", file)))
         (draft / "done").touch()
     return draft
+
+
+def _backbone(out: Path) -> Path:
+    """The draft in OUT without its heads."""
+    folder = out / "heads" / "backbone"
+    if not (folder / "config.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        arrays, about = mx.load(str(out / "draft" / "model.safetensors"), return_metadata=True)
+        heads = ("markov_head", "confidence_head")
+        kept = {name: array for name, array in arrays.items() if not name.startswith(heads)}
+        mx.save_safetensors(str(folder / "model.safetensors"), kept, about)
+        config = json.loads((out / "draft" / "config.json").read_text(encoding="utf-8"))
+        config |= {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
+        config.pop("markov_head_type", None)
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
 
 
 def evaluate(out: Path, draft: Path, temperature: int, prompts: list[Path]) -> dict[str, float]:
@@ -124,10 +143,12 @@ def _run(command: str, *args: object) -> None:
 
 @click.command(help=__doc__.split("\n", 1)[0] if __doc__ else None)
 @click.option("--out", type=click.Path(path_type=Path), default=Path("build/tiny"), show_default=True)
-@click.option("--steps", type=click.IntRange(1), default=300, show_default=True, help="Of each of the nine drafts.")
+@click.option("--steps", type=click.IntRange(1), default=200, show_default=True, help="Of each of the nine drafts.")
 def main(out: Path, steps: int) -> None:
     if not (out / "packed" / "heldout.jsonl").exists():
         raise click.ClickException(f"{out / 'packed'} holds no prompts: run python -m tiny.pack first")
+    if not (out / "draft" / "model.safetensors").exists():
+        raise click.ClickException(f"{out / 'draft'} holds no draft: run make tiny first")
     try:
         for number, result in enumerate(results(out, steps)):
             click.echo("\n".join([*(header() if number == 0 else []), line(result)]))
