@@ -1,13 +1,18 @@
 """The small pair from nothing (examples/tiny): corpora, tokenizer, target, packing, at the size of a test."""
 
 import csv
+import dataclasses
 import json
 import random
+import shutil
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from helpers import GOLDEN
+from mlx_dspark.convert.command import command as convert
 from mlx_lm.models.qwen3 import Model, ModelArgs
 from mlx_lm.utils import load_tokenizer
 from tiny import (
@@ -29,7 +34,7 @@ from tiny import (
 from tiny.batches import Streams
 
 import mlx_dspark
-from mlx_dspark.load import encode_prompt
+from mlx_dspark.load import encode_prompt, read_draft
 
 MICRO = {**model.CONFIG, "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -282,14 +287,26 @@ def test_packed_prompts_never_share_a_document(run):
     assert len(set(texts)) == len(texts)
 
 
+def test_temperatures_are_where_the_package_reads_them(tmp_path):
+    """A draft that the converter wrote keeps all its other facts."""
+    source = tmp_path / "first"
+    shutil.copytree(GOLDEN / "qwen3_dspark_vanilla", source)
+    made = CliRunner().invoke(convert, ["--draft", str(source), "--mlx-path", str(tmp_path / "packed"), "-q",
+                                        "--q-group-size", "32"])
+    assert made.exit_code == 0, made.output
+    before = read_draft(tmp_path / "packed").spec
+    (tmp_path / "t.json").write_text(json.dumps([1.25, *[0.8] * (before.gamma - 1)]))
+    install.give_temperatures(tmp_path / "packed", tmp_path / "t.json")
+    after = read_draft(tmp_path / "packed").spec
+    assert before.temperatures is None and after.temperatures == (1.25, *[0.8] * (before.gamma - 1))
+    assert dataclasses.replace(after, temperatures=None) == before
+
+
 def test_install_refuses_what_is_incomplete_or_too_large(tmp_path):
     packed = tmp_path / "packed"
     for name in install.FILES:
         (packed / name).parent.mkdir(parents=True, exist_ok=True)
         (packed / name).write_text("{}")
-    (tmp_path / "t.json").write_text("[1.25, 0.8]")
-    install.give_temperatures(packed / "draft", tmp_path / "t.json")
-    assert json.loads((packed / "draft" / "config.json").read_text()) == {"confidence_temperatures": [1.25, 0.8]}
     assert install.install(packed, tmp_path / "assets") < 1000
     assert (tmp_path / "assets" / "draft" / "config.json").exists()
     (packed / "heldout.jsonl").write_bytes(bytes(install.LARGEST))
@@ -307,6 +324,7 @@ def compared(tmp_path, monkeypatch):
     for kind in corpora.KINDS:
         lines = [json.dumps({"name": f"{n}", "text": f"{kind} {n}"}) + "\n" for n in range(100)]
         (tmp_path / "corpus" / f"{kind}.train.jsonl").write_text("".join(lines))
+    shutil.copytree(GOLDEN / "qwen3_dspark_vanilla", tmp_path / "draft")
     (tmp_path / "packed").mkdir()
     prompts = [{"kind": kind, "ids": [0, n]} for n in range(3) for kind in corpora.KINDS]
     (tmp_path / "packed" / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
@@ -339,6 +357,11 @@ def test_heads_are_compared_on_the_same_texts_and_prompts(compared):
     trained = [list(map(str, args)) for command, args in commands if command == "train"]
     stores = {args[args.index("--features") + 1] for args in trained}
     assert len(trained) == 9 and len(stores) == 1 and len(commands) == 27
+    (backbone,) = {args[args.index("--start") + 1] for args in trained}
+    given = read_draft(Path(backbone))
+    assert given.spec.markov == "none" and given.spec.taps == read_draft(out / "draft").spec.taps
+    shorter = next(heads.results(out, 9, decode=False))
+    assert (heads.line(shorter), heads.header(False)[1].count("|")) == ("| 4 | vanilla | 1.500 |", 4)
 
 
 def test_a_comparison_goes_on_where_it_stopped(compared):

@@ -34,7 +34,7 @@ LENGTH = 128  # tokens of an answer that is measured
 class Result:
     """What one draft reached. expected: tau on the held-out part of the texts, computed and not sampled.
 
-    taus: measured, by temperature and kind.
+    taus: measured, by temperature and kind; empty where nothing was decoded.
     """
 
     head: str
@@ -104,15 +104,15 @@ def evaluate(out: Path, draft: Path, temperature: int, prompts: list[Path]) -> d
     return {kind: data[f"prompts-{kind}"]["acceptance_length"] for kind in KINDS}
 
 
-def results(out: Path, steps: int) -> Iterator[Result]:
-    """Train and measure one draft after another."""
+def results(out: Path, steps: int, decode: bool = True) -> Iterator[Result]:
+    """Train and measure one draft after another. decode: with the held-out prompts, too."""
     files = take_part(out / "corpus", out / "heads" / "texts")
     prompts = split_prompts(out / "packed" / "heldout.jsonl", out / "heads")
     for gamma, head in product(GAMMAS, HEADS):
         draft = train(out, head, gamma, steps, files)
         with (draft / "valid.csv").open(newline="", encoding="utf-8") as file:
             expected = float(list(csv.DictReader(file))[-1]["tau"])
-        measured = [(t, evaluate(out, draft, t, prompts)) for t in TEMPERATURES]
+        measured = [(t, evaluate(out, draft, t, prompts)) for t in TEMPERATURES] if decode else []
         yield Result(head, gamma, expected, {(t, kind): taus[kind] for t, taus in measured for kind in KINDS})
 
 
@@ -121,16 +121,16 @@ def row(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def header() -> list[str]:
+def header(decode: bool = True) -> list[str]:
     """The first two lines of the table."""
-    columns = [f"T = {temperature}: {kind}" for temperature, kind in product(TEMPERATURES, KINDS)]
+    columns = [f"T = {temperature}: {kind}" for temperature, kind in product(TEMPERATURES, KINDS)] if decode else []
     names = ["gamma", "head", "held-out text, computed", *columns]
     return [row(names), row(["---"] * len(names))]
 
 
 def line(result: Result) -> str:
     """A draft's line of the table."""
-    taus = [f"{result.taus[key]:.2f}" for key in product(TEMPERATURES, KINDS)]
+    taus = [f"{result.taus[key]:.2f}" for key in product(TEMPERATURES, KINDS) if key in result.taus]
     return row([str(result.gamma), result.head, f"{result.expected:.3f}", *taus])
 
 
@@ -144,14 +144,15 @@ def _run(command: str, *args: object) -> None:
 @click.command(help=__doc__.split("\n", 1)[0] if __doc__ else None)
 @click.option("--out", type=click.Path(path_type=Path), default=Path("build/tiny"), show_default=True)
 @click.option("--steps", type=click.IntRange(1), default=200, show_default=True, help="Of each of the nine drafts.")
-def main(out: Path, steps: int) -> None:
+@click.option("--decode/--no-decode", default=True, show_default=True, help="Measure tau by decoding, too.")
+def main(out: Path, steps: int, decode: bool) -> None:
     if not (out / "packed" / "heldout.jsonl").exists():
         raise click.ClickException(f"{out / 'packed'} holds no prompts: run python -m tiny.pack first")
     if not (out / "draft" / "model.safetensors").exists():
         raise click.ClickException(f"{out / 'draft'} holds no draft: run make tiny first")
     try:
-        for number, result in enumerate(results(out, steps)):
-            click.echo("\n".join([*(header() if number == 0 else []), line(result)]))
+        for number, result in enumerate(results(out, steps, decode)):
+            click.echo("\n".join([*(header(decode) if number == 0 else []), line(result)]))
     except (ValueError, FileNotFoundError) as error:
         raise click.ClickException(str(error)) from None
 

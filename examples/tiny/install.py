@@ -23,8 +23,8 @@ def give_temperatures(draft: Path, temperatures: Path) -> None:
         raise ValueError(f"{temperatures} is no list of numbers: make it with mlx_dspark.calibrate --list-only")
     path = draft / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    config["confidence_temperatures"] = [round(value, 4) for value in values]
-    path.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    config["mlx_dspark"]["spec"]["temperatures"] = [round(value, 4) for value in values]
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def install(packed: Path, assets: Path) -> int:
