@@ -17,7 +17,7 @@ TINY_RUN = PYTHONPATH=examples $(RUN) -m
 TINY_BUDGET = --minutes 170
 TINY_DRAFT = --layers 1 --rank 48 --taps 1,2,4 --max-length 256 --batch 8 --anchors 64 --lr 2e-3 --columns 256 \
 	--steps 4000 --seed 1
-TINY_HEADS = --steps 200
+TINY_HEADS = --steps 400
 TINY_DOCS =
 ASSETS = mlx_dspark/assets/tiny
 
