@@ -2,7 +2,7 @@
 
     PYTHONPATH=examples python -m tiny.heads --out build/tiny --steps 400
 
-All nine begin with the backbone of the draft in OUT, so that few steps tell heads apart, and with a new head. Works in
+All nine begin with the backbone of the draft in OUT/first, so that few steps tell heads apart, and with a new head. Works in
 OUT/heads: a part of the training texts, one store of features for all, a folder a draft. What is finished there is not
 done again.
 """
@@ -77,15 +77,15 @@ def train(out: Path, head: str, gamma: int, steps: int, files: list[Path]) -> Pa
 
 
 def _backbone(out: Path) -> Path:
-    """The draft in OUT without its heads."""
+    """The first draft without its heads."""
     folder = out / "heads" / "backbone"
     if not (folder / "config.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        arrays, about = mx.load(str(out / "draft" / "model.safetensors"), return_metadata=True)
+        arrays, about = mx.load(str(out / "first" / "model.safetensors"), return_metadata=True)
         heads = ("markov_head", "confidence_head")
         kept = {name: array for name, array in arrays.items() if not name.startswith(heads)}
         mx.save_safetensors(str(folder / "model.safetensors"), kept, about)
-        config = json.loads((out / "draft" / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((out / "first" / "config.json").read_text(encoding="utf-8"))
         config |= {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
         config.pop("markov_head_type", None)
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -151,7 +151,7 @@ def _run(command: str, *args: object) -> None:
 def main(out: Path, steps: int, decode: bool, gammas: tuple[int, ...]) -> None:
     if not (out / "packed" / "heldout.jsonl").exists():
         raise click.ClickException(f"{out / 'packed'} holds no prompts: run python -m tiny.pack first")
-    if not (out / "draft" / "model.safetensors").exists():
+    if not (out / "first" / "model.safetensors").exists():
         raise click.ClickException(f"{out / 'draft'} holds no draft: run make tiny first")
     try:
         for number, result in enumerate(results(out, steps, decode, gammas or GAMMAS)):
