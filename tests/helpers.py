@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Sequence
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
+from click.testing import Result
 from mlx.utils import tree_map_with_path
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model
@@ -250,3 +255,45 @@ def weights_after(p, q, accepted):
 def best(logits, drafts):
     """A pick like the greedy rule's, after which the proposal still has its logits."""
     return mx.argmax(logits, axis=-1), None
+
+
+def refused(done: Result, *fragments: str, code: int = 1) -> None:
+    """A command said one error line, with these fragments, and nothing on stdout. Code 2: after how to call it."""
+    assert (done.exit_code, done.stdout) == (code, ""), (done.stdout, done.stderr, done.exception)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
+    assert len(errors) == 1 and (code == 2 or done.stderr == errors[0] + "\n"), done.stderr
+    assert all(fragment in errors[0] for fragment in fragments), done.stderr
+
+
+TRAINING = """
+layers = 1
+rank = 8
+gamma = 3
+taps = [1, 3]
+anchors = 4
+max_length = 32
+accumulate = 2
+save_every = 2
+valid_rows = 2
+"""
+
+
+def training_files(folder: Path, settings: str, names: Sequence[str] = ("data",)) -> Path:
+    """Data sets of random tokens for the small target, and a train.toml of `TRAINING` and `settings`."""
+    rng = np.random.default_rng(0)
+    for name in names:
+        lines = [json.dumps({"ids": rng.integers(2, 4000, rng.integers(20, 41)).tolist()}) for _ in range(30)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    (folder / "train.toml").write_text(TRAINING + settings)
+    return folder
+
+
+def start_training(
+    files: Path, out: Path, *more: str, data: str = "data", environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """The train command on files of `training_files`, on one thread: sums are in the same order every time."""
+    command = [sys.executable, "-m", "mlx_dspark.train", "--data", str(files / f"{data}.jsonl"), "--config",
+               str(files / "train.toml"), "--out", str(out), *more]
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ASSETS.parents[2]),
+                                          "OPENBLAS_NUM_THREADS": "1", **(environment or {})},
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
