@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .commands import SETTINGS, Notes, open_pair, pair_options, run_command
+from .prompts import read_rows
+from .samples import PRODUCT, Settings, encode
 
 if TYPE_CHECKING:
     from .load import Pair
@@ -174,27 +176,8 @@ def _gap(pair: Pair, ids: Sequence[int], ours: int, theirs: int) -> float:
 
 
 def read_prompts(path: Path, pair: Pair) -> list[list[int]]:
-    """Prompts of a JSONL file: one object a line with `ids`, `prompt` or `turns` (its first turn).
-
-    Raises ValueError with the line for anything else.
-    """
-    from .load import encode_prompt
-
-    prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            if "ids" in row:
-                prompts.append([int(i) for i in row["ids"]])
-            else:
-                prompts.append(encode_prompt(pair.tokenizer, row["prompt"] if "prompt" in row else row["turns"][0]))
-        except (json.JSONDecodeError, KeyError, TypeError, IndexError):
-            raise ValueError(f"{path}, line {number}: not an object with ids, prompt or turns") from None
-    if not prompts:
-        raise ValueError(f"{path} holds no prompts")
-    return prompts
+    """The prompts of a JSONL file as token ids, of a dialogue the first message. Raises FormatError with the line."""
+    return [list(encode(pair, row, Settings(PRODUCT))) for row in read_rows(path)]
 
 
 @click.group("bench", context_settings=SETTINGS, invoke_without_command=True)
