@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .commands import SETTINGS, Notes, open_pair, pair_options, run_command
-from .prompts import read_rows
-from .samples import PRODUCT, Settings, encode
+from .samples import read_prompts
 
 if TYPE_CHECKING:
     from .load import Pair
@@ -175,16 +174,11 @@ def _gap(pair: Pair, ids: Sequence[int], ours: int, theirs: int) -> float:
     return abs((logits[theirs] - logits[ours]).item())
 
 
-def read_prompts(path: Path, pair: Pair) -> list[list[int]]:
-    """The prompts of a JSONL file as token ids, of a dialogue the first message. Raises FormatError with the line."""
-    return [list(encode(pair, row, Settings(PRODUCT))) for row in read_rows(path)]
-
-
 @click.group("bench", context_settings=SETTINGS, invoke_without_command=True)
 @pair_options
 @click.option("--policy", "policies", default="fixed", help="Policies to time, separated by commas.")
 @click.option("--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-              help="JSONL with ids, prompt or turns. Default: held-out texts of the small pair.")
+              help="JSONL with ids, prompt, turns or conversations. Default: held-out texts of the small pair.")
 @click.option("--count", type=click.IntRange(1), default=4, help="How many prompts of the file.")
 @click.option("-m", "--max-tokens", type=click.IntRange(2), default=128)
 @click.option("--repeats", type=click.IntRange(1), default=3)

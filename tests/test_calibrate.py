@@ -12,7 +12,9 @@ from helpers import embedded_pair, golden_pair, pair_of, prompt_of, random_token
 
 from mlx_dspark.calibrate import Calibration, Collected, _report, collect, command, fit, labelled
 from mlx_dspark.errors import FormatError
+from mlx_dspark.load import encode_prompt
 from mlx_dspark.record import read_recording
+from mlx_dspark.samples import read_prompts
 from mlx_dspark.schedule.calibration import Rounds, SlotMetrics, fit_temperatures, metrics
 from mlx_dspark.store import pair_key, read_calibration
 from mlx_dspark.structs import Round, Schedule
@@ -209,6 +211,22 @@ def test_the_record_can_be_replayed(stored):
 def loaded(monkeypatch):
     """The command with the small pair in memory."""
     monkeypatch.setattr("mlx_dspark.calibrate.open_pair", lambda notes, **fields: embedded_pair())
+
+
+def test_data_in_any_spelling(tmp_path):
+    """A file of the target's own answers serves as one of prompts."""
+    path, asked, pair = tmp_path / "p.jsonl", {"role": "user", "content": "import os"}, embedded_pair()
+    lines = [{"prompt": "import os"}, {"turns": ["import os", "import re"]}, {"messages": [asked]},
+             {"conversations": [asked, {"role": "assistant", "content": "x"}]}, {"ids": [5, 6]}]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    assert read_prompts(path, pair) == [*[encode_prompt(pair.tokenizer, "import os")] * 4, [5, 6]]
+
+
+@pytest.mark.parametrize(("line", "fragment"), [('{"ids": [4096]}', "4096"), ('{"text": "a"}', "not an object")])
+def test_a_line_that_is_no_prompt_is_named(loaded, tmp_path, line, fragment):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"ids": [1]}\n' + line)
+    refused(run("--data", path, "--output", tmp_path / "t.json"), f"{path}, line 2", fragment)
 
 
 def test_list_only_prints_the_list_and_nothing_else(loaded, tmp_path):
