@@ -56,7 +56,7 @@ def losses(out):
 
 def test_two_processes_are_one_with_the_whole_batch(files, tmp_path):
     """Two take up a run of one at step 2. The second has nothing of it: it gets the state from the first."""
-    run = make_run(None, None, (files / "data.jsonl",), read_config(files / "train.toml", {}), Notes())
+    run = make_run(str(files / "target"), None, (files / "data.jsonl",), read_config(files / "train.toml", {}), Notes())
     trainer = Trainer(run, tmp_path / "one", False)
     for report in trainer.reports():
         if report.step == 1:
