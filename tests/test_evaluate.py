@@ -22,7 +22,8 @@ from mlx_dspark.samples import PRODUCT, Sample, Samples, Settings, encode, room_
 from mlx_dspark.schedule.calibration import Rounds, metrics, summarise
 from mlx_dspark.target import Target
 
-DRAFTS = sorted(path.parent.name for path in GOLDEN.glob("*/decode.json"))
+# One of each kind: that every golden draft decodes like the reference's is `test_golden`'s.
+DRAFTS = ("qwen3_dspark_vanilla", "gemma4_dspark_rnn", "qwen3_dflash", "gemma4_eagle3")
 GREEDY = Settings(temperature=0.0, max_tokens=48)
 SAMPLED = Settings(max_tokens=12)
 
@@ -86,10 +87,10 @@ def test_the_aggregate_equals_the_reference_s(name):
     assert list(counted.survival) == pytest.approx(row["accept_rates_by_position"], abs=1e-7)
 
 
-@pytest.mark.parametrize("name", ["qwen3_dspark_vanilla", "gemma4_dspark_rnn"])
-def test_thresholds_equal_the_reference_s(name):
-    found = evaluate(golden(name), [prompts_of(name)], GREEDY, (0.5, 0.8))
-    for threshold in (0.5, 0.8):
+@pytest.mark.parametrize("name, thresholds", [("qwen3_dspark_vanilla", (0.5, 0.8)), ("gemma4_dspark_rnn", (0.5,))])
+def test_thresholds_equal_the_reference_s(name, thresholds):
+    found = evaluate(golden(name), [prompts_of(name)], GREEDY, thresholds)
+    for threshold in thresholds:
         counted, runs = acceptance(found.data[0].rounds(threshold), found.gamma), decodes(name, threshold)
         assert counted.rounds == sum(run["verify_count"] for run in runs)
         assert counted.committed == sum(sum(run["acceptance_lengths"]) for run in runs)
