@@ -2,9 +2,9 @@
 
     PYTHONPATH=examples python -m tiny.heads --out build/tiny --steps 400
 
-All nine begin with the backbone of the draft in OUT/first, so that few steps tell heads apart, and with a new head. Works in
-OUT/heads: a part of the training texts, one store of features for all, a folder a draft. What is finished there is not
-done again.
+All nine begin with the backbone of the draft in OUT/first, so that few steps tell heads apart, and with a new head.
+Works in OUT/heads: a part of the training texts, one store of features for all, a folder a draft. What is finished
+there is not done again.
 """
 
 from __future__ import annotations
