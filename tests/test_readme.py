@@ -14,7 +14,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.S)
+    """What stands in fences of a language; indented fences are a model's own."""
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.S | re.M)
 
 
 def run(arguments):
