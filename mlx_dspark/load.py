@@ -22,7 +22,7 @@ from .convert.files import read_config, read_headers
 from .draft import BlockDraft, Draft, Eagle3Draft, TargetTables, build_draft
 from .draft.build import check_finite
 from .draft.classic import ClassicDraft
-from .errors import CacheError, FormatError, PairError
+from .errors import CacheError, FormatError, PairError, first_line
 from .hub import resolve
 from .kernels import REFERENCE, Choice, Kernels, choose_kernels
 from .pairing import check_pair, check_tokenizers, matched
@@ -150,7 +150,7 @@ def _load_target(
     try:
         model, config = load_model(folder, lazy=True)
     except (ValueError, KeyError, TypeError, RuntimeError, FileNotFoundError) as error:
-        raise FormatError(f"{folder} cannot be loaded as an mlx-lm text model: {_first_line(error)}") from None
+        raise FormatError(f"{folder} cannot be loaded as an mlx-lm text model: {first_line(error)}") from None
     if dtype is not None:
         model.set_dtype(dtype)
     if _dequantise(model, dtype):
@@ -162,7 +162,7 @@ def _load_target(
         # False, not unset: transformers would ask on the terminal whether to run the checkpoint's code.
         tokenizer = load_tokenizer(folder, {"trust_remote_code": False}, _as_list(config.get("eos_token_id")))
     except Exception as error:  # transformers raises anything from OSError to AttributeError here
-        raise FormatError(f"{folder} has no usable tokenizer: {_first_line(error)}") from None
+        raise FormatError(f"{folder} has no usable tokenizer: {first_line(error)}") from None
     return Target(model, config, name), tokenizer
 
 
@@ -181,7 +181,7 @@ def _known_draft(target: Target, folder: Path | None, options: _DraftOptions, no
         pinned = dataclasses.replace(options, revision=options.revision or known.revision)
         draft = _load_draft(known.repo, target, pinned)
     except (FormatError, PairError, CacheError) as error:
-        notes.append(f"{found.describe()}, whose draft {known.repo} cannot be used ({_first_line(error)}): decoding "
+        notes.append(f"{found.describe()}, whose draft {known.repo} cannot be used ({first_line(error)}): decoding "
                      "plainly; --draft names another one")
         return None
     notes.append(f"{found.describe()}: using its draft {known.repo} ({known.kind}, the best one known); --draft names "
@@ -277,10 +277,6 @@ def _facts(target: Target, draft: Draft | None) -> dict[str, Any]:
         facts["gamma"] = draft.gamma
         facts["taps"] = list(draft.taps)
     return facts
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _as_list(value: Any) -> list[int] | None:

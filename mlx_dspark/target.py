@@ -73,8 +73,12 @@ class Target:
 
     def forward(self, tokens: mx.array, cache: TargetCache, taps: Sequence[int] = ()) -> Verified:
         """Run rows [B, T] behind the cache; the caller accounts for them with `cache.advance`."""
+        return self.run(tokens, cache.layers, taps)
+
+    def run(self, tokens: mx.array, layers: Sequence[Any], taps: Sequence[int] = ()) -> Verified:
+        """`forward` over one cache object a layer."""
         with tapped(self.layers, taps) as sink:
-            logits = self.model(tokens, cache=cache.layers)  # [B, T, V]
+            logits = self.model(tokens, cache=layers)  # [B, T, V]
         return Verified(logits, mx.concatenate([sink[i] for i in taps], axis=-1) if taps else None)
 
     def features(self, tokens: mx.array, taps: Sequence[int]) -> tuple[mx.array, mx.array]:

@@ -1,6 +1,6 @@
 """Draft models. A draft is a backbone and heads, composed; nothing above this package knows a family."""
 
-from .base import Draft
+from .base import Draft, propose_many
 from .block import BlockDraft
 from .build import build_draft
 from .eagle3 import Eagle3Draft

@@ -60,3 +60,17 @@ class Draft(Protocol):
 
     def propose(self, state: Any, anchor: mx.array, slots: int, pick: Pick) -> Proposal:
         """Propose `slots` tokens (1..gamma) after anchor [B]; lazy, nothing is read back."""
+
+
+def propose_many(
+    draft: Draft, states: Sequence[Any], anchor: mx.array, slots: Sequence[int], picks: Sequence[Pick]
+) -> list[Proposal]:
+    """Proposals of several requests: anchor [B], and one state, slot count and pick each.
+
+    In one pass where the draft has `propose_many`; the others draft token by token and do it request by request.
+    """
+    together = getattr(draft, "propose_many", None)
+    if together is not None and len(states) > 1:
+        return together(states, anchor, slots, picks)
+    return [draft.propose(state, anchor[b : b + 1], count, pick)
+            for b, (state, count, pick) in enumerate(zip(states, slots, picks, strict=True))]

@@ -109,5 +109,6 @@ class Eagle3Draft(nn.Module):
         """Write rows [B, T, 2D] to the cache and run the last one: [B, 1, D] before the final norm."""
         attention, start = self.layers[0].self_attn, state.cache.length + behind
         keys, values = state.cache.write(*attention.keys_values(rows, start), keep=keep, behind=behind)
-        attended = attention.attend(rows[:, -1:], keys, values, start + rows.shape[1] - 1)
+        queries = attention.queries(rows[:, -1:], start + rows.shape[1] - 1)
+        attended = attention.o_proj(attention.mix(queries, keys, values, None))
         return self.layers[0].finish(residual[:, -1:], attended)
