@@ -100,13 +100,21 @@ class Target:
         self, prompt: Sequence[int], cache: TargetCache, taps: Sequence[int], step: int,
         observe: Callable[[mx.array, mx.array | None], None],
     ) -> Verified:
+        """`prefill_steps` without a pause: returns the last row."""
+        *_, last = self.prefill_steps(prompt, cache, taps, step, observe)
+        return last  # type: ignore[return-value]
+
+    def prefill_steps(
+        self, prompt: Sequence[int], cache: TargetCache, taps: Sequence[int], step: int,
+        observe: Callable[[mx.array, mx.array | None], None],
+    ) -> Iterator[Verified | None]:
         """Run a prompt in chunks of at most `step` rows; logits are only computed for the last row.
 
-        observe: called with each chunk's tokens [1, T] and taps [1, T, M*D], all rows of the prompt in
-            order. Returns the last row.
+        Begins at the cache's offset. observe: called with each chunk's tokens [1, T] and taps [1, T, M*D], all
+        rows in order. Yields None after each chunk, and the last row at the end.
         """
         tokens = mx.array(prompt, dtype=mx.int32)[None]
-        done, last = 0, len(prompt) - 1
+        done, last = cache.offset, len(prompt) - 1
         while done < last:
             rows = min(step, last - done)
             chunk = tokens[:, done : done + rows]
@@ -116,10 +124,11 @@ class Target:
             observe(chunk, taken)
             mx.clear_cache()
             done += rows
+            yield None
         final = self.forward(tokens[:, last:], cache, taps)
         cache.advance(1, 1)
         observe(tokens[:, last:], final.taps)
-        return final
+        yield final
 
     def can_batch(self) -> bool:
         """Whether mlx-lm can decode several requests of this model at once."""
