@@ -163,11 +163,11 @@ class Answer:
         from .backend import machine
         from .text import TextStream
 
-        self._facts = {**pair.facts, "policy": options.policy.name, **facts, "seed": options.rule.seed, **machine()}
+        facts = {**pair.facts, "policy": options.policy.name, **facts, "seed": options.rule.seed, **machine()}
         self._draft, self._logprobs = pair.draft, options.logprobs
         self._stream = TextStream(pair.tokenizer, stop, options.stop_ids)
         self._started = self._first = time.perf_counter()
-        self.stats = Statistics(prompt_tokens, self._facts)
+        self.stats = Statistics(prompt_tokens, facts)
         self.finish: str | None = "length" if options.max_tokens == 0 else None
 
     def take(self, landed: Round) -> Chunk:
@@ -192,7 +192,7 @@ class Answer:
         rest = self._stream.finish()
         certified = getattr(self._draft, "certified_share", None)
         if certified is not None:
-            self.stats.facts = {**self._facts, "certified_share": round(certified, 4)}
+            self.stats.facts = {**self.stats.facts, "certified_share": round(certified, 4)}
         reason = "stop" if rest.stopped else finish or self.finish
         return Chunk(rest.text, (), () if self._logprobs else None, reason, None, self.stats)
 

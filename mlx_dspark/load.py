@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 
-from .backend import BLAS_HINT, compute_dtype, on_cpu, preload_blas
+from .backend import BLAS_HINT, compute_dtype, memory_bytes, on_cpu, preload_blas
 from .candidates import find_walk
 from .convert import open_checkpoint
 from .convert.detect import is_draft
@@ -265,7 +264,7 @@ def _dequantise(model: nn.Module, dtype: mx.Dtype | None) -> bool:
         return False
     quantised = [m for _, m in model.named_modules() if isinstance(m, (nn.QuantizedLinear, nn.QuantizedEmbedding))]
     expanded = sum(4 * m.weight.size * 32 // m.bits for m in quantised)  # bytes of float32
-    if not quantised or 2 * expanded > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+    if not quantised or 2 * expanded > memory_bytes():
         return False
     dequantize_model(model)
     return True

@@ -108,6 +108,17 @@ class BlockDraft(nn.Module):
             self.backbone.extend(self._take_context(state), state.caches)
             mx.async_eval([array for cache in state.caches for array in cache.arrays])
 
+    def keep(self, state: BlockState) -> list[ContextCache]:
+        """The context of a request that is over, for another one that begins alike."""
+        context = self._take_context(state)
+        if context is not None:
+            self.backbone.extend(context, state.caches)
+        return state.caches
+
+    def resume(self, kept: list[ContextCache], length: int) -> BlockState:
+        """A state behind the first `length` committed rows of `kept`."""
+        return BlockState([cache.prefix(length) for cache in kept])
+
     def propose(self, state: BlockState, anchor: mx.array, slots: int, pick: Pick) -> Proposal:
         """One block pass of all block_size rows, then `slots` steps of the sequential head."""
         anchor = self.tables.known(anchor)

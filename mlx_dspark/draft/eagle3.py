@@ -36,6 +36,7 @@ class Eagle3Draft(nn.Module):
     """A recurrent draft in the same loop; it has no confidence head."""
 
     has_confidence = False
+    looks_ahead = 1  # tokens behind a context row that it depends on
 
     def __init__(self, spec: DraftSpec, own_embed: bool = False, own_head: bool = False):
         super().__init__()
@@ -77,6 +78,14 @@ class Eagle3Draft(nn.Module):
             state.cache.write(keys, values, keep=hidden.shape[1])
             state.tokens, state.taps = [tokens[:, -1:]], [taps[:, -1:]]
             mx.async_eval(state.cache.arrays)
+
+    def keep(self, state: Eagle3State) -> ContextCache:
+        """The context of a request that is over. Its newest row waits for a token and is not in it."""
+        return state.cache
+
+    def resume(self, kept: ContextCache, length: int) -> Eagle3State | None:
+        """A state behind `length` committed rows, which saw the token after them; None if they are not stored."""
+        return Eagle3State(kept.prefix(length)) if length <= kept.length else None
 
     def propose(self, state: Eagle3State, anchor: mx.array, slots: int, pick: Pick) -> Proposal:
         """Take in the pending rows, then choose a token and run the layer on it, `slots` times."""

@@ -1,0 +1,156 @@
+"""The round loop of many requests: propose, schedule, verify, accept, commit, as in `decode.py`.
+
+Every request is a `Run` of its own, judged, committed and cut by the code of the single stream. What is
+shared is the work: one block pass of the draft, one verify forward of the target, one host read, and the
+decision how many rows each request gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from ..decode import DecodeOptions, Run, admit, clear_cache, judge, prefill_steps, settle
+from ..draft import propose_many
+from ..flight import Flight
+from ..load import Pair
+from ..schedule import Policy
+from ..schedule.batch import BatchPolicy, Line, Plan
+from ..structs import Round, Schedule
+from .packed import PACKED, RECTANGULAR, can_be_rectangular, forward_many
+from .prefix import Hit
+
+
+@dataclass(frozen=True)
+class Follows:
+    """The policy of a request whose rows are decided for the whole batch."""
+
+    name: str
+    uses_confidence: bool
+    reads_confidence: bool = False
+
+    def before(self, history: Sequence[Round]) -> int:
+        raise AssertionError("the batch decides")
+
+    def after(self, proposed: int, confidences: Sequence[float] | None) -> Schedule:
+        raise AssertionError("the batch decides")
+
+
+class Member:
+    """One request in the batch.
+
+    own: the policy it brought along, None where the batch decides. hit: what another request left, to begin behind.
+    """
+
+    def __init__(self, number: int, run: Run, prompt: Sequence[int], own: Policy | None, hit: Hit | None = None):
+        self.number, self.run, self.own = number, run, own
+        if hit is not None:
+            run.cache = hit.cache
+            if run.draft is not None:
+                run.context = hit.state
+        self.steps: Iterator[Flight | None] = prefill_steps(run, prompt)
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A round of one member on its way to the device and back."""
+
+    member: Member
+    flight: Flight
+
+
+@dataclass(frozen=True)
+class Landed:
+    """A finished round of one member."""
+
+    member: Member
+    round: Round
+
+
+class Batch:
+    """The members that are past their prefill, and the rounds in flight.
+
+    rectangular: this target can run in that layout.
+    """
+
+    def __init__(self, pair: Pair, policy: BatchPolicy, rectangular: bool):
+        self.pair, self.policy = pair, policy
+        self.members: dict[int, Member] = {}
+        self.rectangular = rectangular
+        self.generated = 0
+        self._flying: list[Departure] = []
+
+    def join(self, member: Member, flight: Flight) -> None:
+        """Take in a member whose prefill has been submitted; its first token is read with the next rounds."""
+        self.members[member.number] = member
+        self._flying.append(Departure(member, flight))
+
+    def leave(self, number: int) -> None:
+        """Forget a member; a round of it that is in flight will land unheard."""
+        self.members.pop(number, None)
+
+    def step(self) -> list[Landed]:
+        """Land the rounds in flight, having started the next ones where that needs no decision of the host."""
+        flying, self._flying = self._flying, []
+        settled = all(departure.flight.settled for departure in flying)
+        if settled:
+            self._launch()
+        landed = self._land(flying)
+        for own in landed:
+            if own.round.finish is not None:
+                self.leave(own.member.number)
+        self.policy.learn([(own.member.number, own.round) for own in landed if own.member.own is None])
+        if not settled or not self._flying:
+            self._launch()
+        return landed
+
+    def _launch(self) -> None:
+        """Start a round of every member that has tokens left."""
+        members = [member for member in self.members.values() if member.run.left > 0]
+        if not members:
+            return
+        flights, proposed = propose(self, members)
+        schedule(self, members, flights, proposed)
+        verify(self, members, flights)
+        self._flying += [Departure(*both) for both in zip(members, flights, strict=True)]
+
+    def _land(self, flying: Sequence[Departure]) -> list[Landed]:
+        """One host read for all; members that left meanwhile are passed over."""
+        if not flying:
+            return []
+        packed = [departure.flight.packed for departure in flying]
+        numbers, first = mx.concatenate(packed).tolist(), 0
+        landed = []
+        for departure, own in zip(flying, packed, strict=True):
+            member, part = departure.member, numbers[first : first + own.size]
+            first += own.size
+            if self.members.get(member.number) is member:
+                landed.append(Landed(member, settle(member.run, departure.flight, part)))
+        clear_cache(self, sum(len(own.round.tokens) for own in landed))
+        return landed
+
+
+def propose(batch: Batch, members: Sequence[Member]) -> tuple[list[Flight], list[Line]]:
+    """Ask who drafts how many tokens, and the draft for all of them at once."""
+    lines = [line(member) for member in members]
+    slots = batch.policy.before(lines)
+    flights, drafting = [], []
+    for member in members:
+        flight, key = member.run.new_flight()
+        asked = slots.get(member.number, 0) if member.own is None else member.own.before(member.run.history)
+        flight.proposed = int(min(asked, member.run.most_drafts()))
+        flights.append(flight)
+        if flight.proposed > 0:
+            pick = member.run.rule.picker(member.run.seen, key, flight.proposed)
+            drafting.append((member.run, flight, pick))
+    if drafting:
+        runs, asking, picks = zip(*drafting, strict=True)
+        proposals = propose_many(batch.pair.draft, [run.context for run in runs],
+                                 mx.concatenate([run.anchor for run in runs]), [f.proposed for f in asking], picks)
+        for flight, proposal in zip(asking, proposals, strict=True):
+            flight.proposal = proposal
+        mx.async_eval([proposal.tokens for proposal in proposals])
+    return flights, lines
