@@ -7,20 +7,20 @@ decision how many rows each request gets.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from ..decode import DecodeOptions, Run, admit, clear_cache, judge, prefill_steps, settle
+from ..decode import Run, admit, clear_cache, judge, prefill_steps, settle
 from ..draft import propose_many
 from ..flight import Flight
 from ..load import Pair
 from ..schedule import Policy
-from ..schedule.batch import BatchPolicy, Line, Plan
+from ..schedule.batch import BatchPolicy
+from ..schedule.lines import Line, Plan
 from ..structs import Round, Schedule
-from .packed import PACKED, RECTANGULAR, can_be_rectangular, forward_many
+from .packed import PACKED, forward_many
 from .prefix import Hit
 
 
@@ -80,6 +80,7 @@ class Batch:
         self.pair, self.policy = pair, policy
         self.members: dict[int, Member] = {}
         self.rectangular = rectangular
+        self.taps = () if pair.draft is None or policy.name == "plain" else pair.draft.taps
         self.generated = 0
         self._flying: list[Departure] = []
 
@@ -92,6 +93,11 @@ class Batch:
         """Forget a member; a round of it that is in flight will land unheard."""
         self.members.pop(number, None)
 
+    def clear(self) -> None:
+        """Forget everybody, and the rounds in flight."""
+        self.members.clear()
+        self._flying.clear()
+
     def step(self) -> list[Landed]:
         """Land the rounds in flight, having started the next ones where that needs no decision of the host."""
         flying, self._flying = self._flying, []
@@ -102,7 +108,7 @@ class Batch:
         for own in landed:
             if own.round.finish is not None:
                 self.leave(own.member.number)
-        self.policy.learn([(own.member.number, own.round) for own in landed if own.member.own is None])
+        self.policy.learn({own.member.number: own.round for own in landed})
         if not settled or not self._flying:
             self._launch()
         return landed
@@ -112,9 +118,8 @@ class Batch:
         members = [member for member in self.members.values() if member.run.left > 0]
         if not members:
             return
-        flights, proposed = propose(self, members)
-        schedule(self, members, flights, proposed)
-        verify(self, members, flights)
+        flights, lines = propose(self, members)
+        verify(self, members, flights, schedule(self, members, flights, lines))
         self._flying += [Departure(*both) for both in zip(members, flights, strict=True)]
 
     def _land(self, flying: Sequence[Departure]) -> list[Landed]:
@@ -135,22 +140,66 @@ class Batch:
 
 def propose(batch: Batch, members: Sequence[Member]) -> tuple[list[Flight], list[Line]]:
     """Ask who drafts how many tokens, and the draft for all of them at once."""
-    lines = [line(member) for member in members]
+    lines = [_line(member) for member in members]
     slots = batch.policy.before(lines)
-    flights, drafting = [], []
-    for member in members:
-        flight, key = member.run.new_flight()
-        asked = slots.get(member.number, 0) if member.own is None else member.own.before(member.run.history)
-        flight.proposed = int(min(asked, member.run.most_drafts()))
-        flights.append(flight)
-        if flight.proposed > 0:
-            pick = member.run.rule.picker(member.run.seen, key, flight.proposed)
-            drafting.append((member.run, flight, pick))
+    started = [member.run.new_flight() for member in members]
+    flights = [flight for flight, _ in started]
+    for line, flight in zip(lines, flights, strict=True):
+        flight.proposed = min(slots[line.request], line.left)
+    drafting = [(member.run, flight, key) for member, (flight, key) in zip(members, started, strict=True)
+                if flight.proposed > 0]
     if drafting:
-        runs, asking, picks = zip(*drafting, strict=True)
-        proposals = propose_many(batch.pair.draft, [run.context for run in runs],
-                                 mx.concatenate([run.anchor for run in runs]), [f.proposed for f in asking], picks)
-        for flight, proposal in zip(asking, proposals, strict=True):
+        runs = [run for run, _, _ in drafting]
+        proposals = propose_many(
+            batch.pair.draft, [run.context for run in runs], mx.concatenate([run.anchor for run in runs]),
+            [flight.proposed for _, flight, _ in drafting],
+            [run.rule.picker(run.seen, key, flight.proposed) for run, flight, key in drafting],
+        )
+        for (_, flight, _), proposal in zip(drafting, proposals, strict=True):
             flight.proposal = proposal
         mx.async_eval([proposal.tokens for proposal in proposals])
+    lines = [replace(line, proposed=flight.proposed) for line, flight in zip(lines, flights, strict=True)]
     return flights, lines
+
+
+def schedule(batch: Batch, members: Sequence[Member], flights: Sequence[Flight], lines: Sequence[Line]) -> Plan:
+    """Share out the rows; confidences are read, all at once, where somebody decides by them now."""
+    looking = [
+        flight for member, flight in zip(members, flights, strict=True)
+        if flight.proposed and (batch.policy if member.own is None else member.own).reads_confidence
+    ]
+    _read_confidences(looking)
+    return batch.policy.after([
+        replace(line, confidences=flight.confidences, fixed=None if member.own is None else
+                member.own.after(flight.proposed, flight.confidences).drafts)
+        for line, member, flight in zip(lines, members, flights, strict=True)
+    ])
+
+
+def verify(batch: Batch, members: Sequence[Member], flights: Sequence[Flight], plan: Plan) -> None:
+    """Run every anchor with its admitted drafts through the target, and judge them one request at a time."""
+    for member, flight in zip(members, flights, strict=True):
+        admit(member.run, flight, plan.schedule(member.number))
+    caches = [member.run.cache for member in members]
+    layout = plan.layout if batch.rectangular else PACKED
+    verified = forward_many(batch.pair.target, [flight.inputs for flight in flights], caches, batch.taps, layout)
+    for member, flight, own in zip(members, flights, verified, strict=True):
+        judge(member.run, flight, own)
+
+
+def _line(member: Member) -> Line:
+    run = member.run
+    left = int(min(run.most_drafts(), run.draft.gamma if run.draft is not None else 0))
+    fixed = None if member.own is None else min(member.own.before(run.history), left)
+    return Line(member.number, left, run.cache.offset, fixed=fixed)
+
+
+def _read_confidences(flights: Sequence[Flight]) -> None:
+    """One host read for all."""
+    if not flights:
+        return
+    logits = [flight.proposal.confidence_logits[0] for flight in flights]
+    values, first = mx.sigmoid(mx.concatenate(logits)).tolist(), 0
+    for flight, own in zip(flights, logits, strict=True):
+        flight.confidences = tuple(values[first : first + own.size])
+        first += own.size

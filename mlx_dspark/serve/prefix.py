@@ -69,6 +69,10 @@ class PrefixCache:
         nbytes = cache.nbytes + context_bytes(context)
         if nbytes > self._limit:
             return
+        for key, entry in self._entries.items():
+            if common(key, kept) == len(kept) and entry.cache.prefix(len(kept)) is not None:
+                self._entries.move_to_end(key)  # a longer one holds it already
+                return
         for key in list(self._entries):
             if common(key, kept) == len(key) and cache.prefix(len(key)) is not None:
                 self._drop(key)
