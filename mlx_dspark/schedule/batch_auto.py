@@ -13,13 +13,14 @@ share of the batched proposal. The others are parked one by one, and probe as a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..structs import Round
 from .batch_rate import ByCost, reason
 from .forecast import Forecast
-from .grid import CostGrid, Prices
+from .grid import PACKED, CostGrid, Prices
 from .lines import Line, Plan
 from .parking import STAKE, WARM_UP, Mean, Odds, Parking, hoped
 from .ranking import Survivals, climb, search, survivals
@@ -47,7 +48,7 @@ class BatchAuto(ByCost):
         self._loads: dict[int, Load] = {}
         self._parking: dict[Hashable, Parking] = {}
         self._fresh: set[Hashable] = set()  # requests whose forecast has learned since the last decision
-        self._reads = True
+        self._reads = self._looked = True  # the present round; the last decision
         self.tokens, self.lead = 0, 0.0  # committed, and how many more than plain decoding in the same seconds
 
     @property
@@ -76,7 +77,8 @@ class BatchAuto(ByCost):
         confidences, taken = [self.current(line) for line in lines], [self.taken(line) for line in lines]
         rows = [survivals(own) if line.fixed is None else [] for line, own in zip(lines, confidences, strict=True)]
         price, prices = self._price([line.depth for line in lines]), self.prices(lines)
-        if any(line.confidences is not None for line in lines):
+        self._looked = any(line.confidences is not None for line in lines)
+        if self._looked:
             forecasts = [self.known[line.request].forecast for line in lines]
             drafts = self._look(rows, confidences, forecasts, taken, prices, price)
         else:
@@ -169,7 +171,7 @@ class BatchAuto(ByCost):
         taken: Sequence[int], prices: Prices, price: float,
     ) -> list[int]:
         ahead = _Ahead(rows, confidences, forecasts, prices, price)
-        return climb(rows, taken, ahead, stop=len(self.grid.layouts) == 1 and bool(self.grid.packed))
+        return climb(rows, taken, ahead, stop=self.grid.layouts == (PACKED,))
 
     def _reason(self, line: Line, drafts: int) -> str:
         parking = self._parking[line.request]
@@ -206,7 +208,8 @@ class BatchAuto(ByCost):
         taken = [0 if request in seen else one.rows - 1 for request, one in rounds.items()]
         price, load = self._price(depths), self._load(len(rounds))
         prices = self.grid.prices(len(rounds), max(self.gamma, *taken), depths)
-        looked = self._look(rows, confidences, forecasts, taken, prices, price)
+        looked = [one.rows - 1 for one in rounds.values()] if self._looked else (
+            self._look(rows, confidences, forecasts, taken, prices, price))
         expected = [survivals(one.expected()[: len(own)]) for one, own in zip(forecasts, rows, strict=True)]
         blind = search(expected, taken, prices, lambda tokens, seconds: tokens - price * seconds)
         row = price * _row_seconds(prices, taken, looked)
@@ -271,44 +274,57 @@ class _Ahead:
     ):
         self._rows, self._confidences, self._forecasts = rows, confidences, forecasts
         self._prices, self._price = prices, price
+        self._by_width = prices.rectangular[-1] < math.inf
         self._closed: set[int] = set()
+        self._refused = False  # the slot before this one
         self._tails: dict[tuple[int, int], list[tuple[float, int]]] = {}
 
     def __call__(
         self, request: int, slot: int, survival: float, drafts: Sequence[int], further: int, widest: int
     ) -> bool:
         here = self._prices.seconds(further, widest)
-        if survival > self._price * (self._prices.seconds(further + 1, max(widest, slot)) - here):
-            return True
-        if self._could_pay(survival, further, here) and self._continues(request, slot, drafts, further, widest, here):
+        if (survival > self._price * (self._prices.seconds(further + 1, max(widest, slot)) - here)
+                or self._could_pay(survival, further, here)
+                and self._continues(request, slot, drafts, further, widest, here)):
+            self._refused = False
             return True
         self._closed.add(request)
+        self._refused = True
         return False
 
     def _could_pay(self, survival: float, further: int, here: float) -> bool:
         """Whether any continuation would pay if all its slots survived like the first: none survives better."""
-        packed, rectangular, limit = self._prices.packed, self._prices.rectangular, survival / self._price
-        return (any(limit * count > packed[further + count] - here for count in range(2, len(packed) - further))
-                or any(limit * len(self._rows) * width > seconds - here for width, seconds in enumerate(rectangular)))
+        limit = survival / self._price
+        if self._by_width and any(limit * len(self._rows) * width > seconds - here
+                                  for width, seconds in enumerate(self._prices.rectangular)):
+            return True
+        return any(limit * count > seconds - here
+                   for count, seconds in enumerate(self._prices.packed[further + 2 :], start=2))
 
     def _continues(
         self, request: int, slot: int, drafts: Sequence[int], further: int, widest: int, here: float
     ) -> bool:
         first, *own = self._tail(request, drafts[request])
-        rest = sorted(own + [item for other, count in enumerate(drafts)
-                             if other != request and other not in self._closed and count < len(self._rows[other])
-                             for item in self._tail(other, count)])
-        return self._down(first, rest, further, widest, here) or self._across(first, rest, further, widest, here)
+        rest = list(own)
+        for other, count in enumerate(drafts):
+            if other != request and other not in self._closed and count < len(self._rows[other]):
+                rest += self._tail(other, count)
+        # Behind a refusal, the way down the ranking has the same prices for poorer slots.
+        return (not self._refused and self._down(first, sorted(rest), further, widest, here)) or (
+            self._by_width and self._across(first, rest, further, widest, here))
 
     def _down(
         self, first: tuple[float, int], rest: Sequence[tuple[float, int]], further: int, widest: int, here: float
     ) -> bool:
         """A continuation by survival."""
+        packed, rectangular, price = self._prices.packed, self._prices.rectangular, self._price
         tokens, reach = -first[0], max(widest, first[1])
-        for count, (survival, slot) in enumerate(rest, start=2):
+        for count, (survival, slot) in enumerate(rest, start=further + 2):
             tokens -= survival
-            reach = max(reach, slot)
-            if tokens > self._price * (self._prices.seconds(further + count, reach) - here):
+            if slot > reach:
+                reach = slot
+            seconds = packed[count] if packed[count] < rectangular[reach] else rectangular[reach]
+            if tokens > price * (seconds - here):
                 return True
         return False
 
@@ -316,10 +332,15 @@ class _Ahead:
         self, first: tuple[float, int], rest: Sequence[tuple[float, int]], further: int, widest: int, here: float
     ) -> bool:
         """A continuation that fills a rectangle."""
-        for width in range(first[1], len(self._prices.rectangular)):
-            within = [survival for survival, slot in rest if slot <= width]
-            seconds = self._prices.seconds(further + 1 + len(within), max(width, widest))
-            if -first[0] - sum(within) > self._price * (seconds - here):
+        columns, counts = [0.0] * len(self._prices.rectangular), [0] * len(self._prices.rectangular)
+        for survival, slot in (first, *rest):
+            columns[slot] -= survival
+            counts[slot] += 1
+        tokens, rows = sum(columns[: first[1]]), sum(counts[: first[1]])
+        for width in range(first[1], len(columns)):
+            tokens, rows = tokens + columns[width], rows + counts[width]
+            seconds = self._prices.seconds(further + rows, max(width, widest))
+            if tokens > self._price * (seconds - here):
                 return True
         return False
 
