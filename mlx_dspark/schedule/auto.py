@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..structs import Round, Schedule
 from .cost import CostCurve
-from .parking import STAKE, WARM_UP, Mean, Odds, Parking, hoped
+from .parking import PROBE, STAKE, WARM_UP, Mean, Odds, Parking, hoped
 from .rate import Calibrate, Lookahead
 
 
@@ -53,7 +54,7 @@ class Auto(Lookahead):
             self._parking.follow = False
             self._parking.draft("the probe paid")
         elif self._parking.parked + 1 >= self._odds.pause(cost) and self._may_lose(cost + 1):
-            self._parking.draft("probe", probing=True)
+            self._parking.draft(PROBE)
         else:
             self._parking.park(-value)
             return 0
@@ -64,9 +65,9 @@ class Auto(Lookahead):
         if not proposed:
             return self.decide(0, 0, (), self._parking.why)
         schedule = super().after(proposed, confidences)
-        if not self._parking.probing:
+        if self._parking.why != PROBE:
             return schedule
-        return Schedule(schedule.drafts, self.name, "probe", schedule.expected_tokens, schedule.seconds)
+        return replace(schedule, reason=PROBE)
 
     def drafting_value(self, confidences: Sequence[float]) -> float:
         """Tokens gained over a plain round, its extra seconds priced, with these confidences.
@@ -92,7 +93,7 @@ class Auto(Lookahead):
         self._learn_insight(confidences, width)
         self.forecast.observe(confidences)
         value = self.drafting_value(self.forecast.expected())
-        if landed.schedule.reason == "probe":
+        if landed.schedule.reason == PROBE:
             self._odds.probed(self._parking.waited, value > 0)
             self._parking.follow = self._gained(confidences, width) > self._draft_cost()
         self._odds.gained(value)

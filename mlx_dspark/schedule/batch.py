@@ -24,7 +24,7 @@ from .lines import Line, Plan
 from .policies import make_policy
 from .rate import Calibrate
 
-__all__ = ["BatchPolicy", "Line", "Plan", "make_batch_policy"]
+__all__ = ["BatchPolicy", "Line", "Plan", "batch_needs_costs", "make_batch_policy"]
 
 
 class BatchPolicy(Protocol):
@@ -92,6 +92,11 @@ _BY_COST: dict[str, Callable[[str, int, CostGrid, Calibrate], ByCost]] = {
     "lagged": BatchLagged,
     "auto": BatchAuto,
 }
+
+
+def batch_needs_costs(text: str | None, gamma: int, has_confidence: bool) -> bool:
+    """Whether the policy of this name (None: the default) decides by a cost grid."""
+    return bool(gamma) and has_confidence and (text is None or text in _BY_COST)
 
 
 def make_batch_policy(

@@ -22,22 +22,31 @@ from .batch_rate import ByCost, reason
 from .forecast import Forecast
 from .grid import PACKED, CostGrid, Prices
 from .lines import Line, Plan
-from .parking import STAKE, WARM_UP, Mean, Odds, Parking, hoped
+from .parking import PROBE, STAKE, WARM_UP, Mean, Odds, Parking, hoped
 from .ranking import Survivals, climb, search, survivals
 from .rate import Calibrate, RunRate
+
+FAMILIAR = 8  # rounds after which a request's own insight counts as much as everybody's
+
+
+class Insight(dict[bool, Mean]):
+    """Tokens that a request gains by the reading of its confidences, after a round of it below and one above its
+    average."""
+
+    def __init__(self) -> None:
+        super().__init__({False: Mean(), True: Mean()})
 
 
 @dataclass
 class Load:
     """What was learned at one count of requests.
 
-    rate: in units of plain decoding at that count. insight: tokens that a request gains when its confidences are
-    read, after a round of it below and one above its average.
+    rate: in units of plain decoding at that count. insight: of all requests.
     """
 
     rate: RunRate = field(default_factory=RunRate)
     odds: Odds = field(default_factory=Odds)
-    insight: dict[bool, Mean] = field(default_factory=lambda: {False: Mean(), True: Mean()})
+    insight: Insight = field(default_factory=Insight)
 
 
 class BatchAuto(ByCost):
@@ -47,8 +56,9 @@ class BatchAuto(ByCost):
         super().__init__(name, gamma, grid, calibrate)
         self._loads: dict[int, Load] = {}
         self._parking: dict[Hashable, Parking] = {}
-        self._fresh: set[Hashable] = set()  # requests whose forecast has learned since the last decision
-        self._reads = self._looked = True  # the present round; the last decision
+        self._insights: dict[Hashable, Insight] = {}
+        self._fresh: dict[Hashable, bool] = {}  # whose forecast has learned since the last decision; by a probe?
+        self._reads = self._looked = True  # in the present round; in the last one that drafted
         self.tokens, self.lead = 0, 0.0  # committed, and how many more than plain decoding in the same seconds
 
     @property
@@ -60,6 +70,7 @@ class BatchAuto(ByCost):
         """Draft, park or probe, request by request."""
         self.begin(lines)
         self._parking = {line.request: self._parking.get(line.request) or Parking() for line in lines}
+        self._insights = {line.request: self._insights.get(line.request) or Insight() for line in lines}
         price, load = self._price([line.depth for line in lines]), self._load(len(lines))
         gains = self._gains(lines, price, load)
         always = sum(line.fixed is not None and self.taken(line) > 0 for line in lines)
@@ -77,8 +88,10 @@ class BatchAuto(ByCost):
         confidences, taken = [self.current(line) for line in lines], [self.taken(line) for line in lines]
         rows = [survivals(own) if line.fixed is None else [] for line, own in zip(lines, confidences, strict=True)]
         price, prices = self._price([line.depth for line in lines]), self.prices(lines)
-        self._looked = any(line.confidences is not None for line in lines)
-        if self._looked:
+        looks = any(line.confidences is not None for line in lines)
+        if any(line.proposed for line in lines):
+            self._looked = looks
+        if looks:
             forecasts = [self.known[line.request].forecast for line in lines]
             drafts = self._look(rows, confidences, forecasts, taken, prices, price)
         else:
@@ -94,7 +107,7 @@ class BatchAuto(ByCost):
         self._account(list(rounds.values()), depths)
         self._judge(rounds, {r: own for r, own in seen.items() if not self.known[r].fixed}, depths)
         super().learn_confidences(landed, seen)
-        self._fresh |= seen.keys()
+        self._fresh |= {request: landed[request].schedule.reason == PROBE for request in seen}
 
     # Before the draft
 
@@ -112,7 +125,7 @@ class BatchAuto(ByCost):
         row = price * _row_seconds(prices, taken, drafts)
         read = price * self.grid.read / max(1, len(rows))
         return {line.request: sum(rows[line.request][:count]) - row * count
-                + max(0.0, self._insight(line.request, load).value - read)
+                + max(0.0, (self._insight(line.request, load) or 0.0) - read)
                 for line, count in zip(lines, drafts, strict=True) if line.request in rows}
 
     def _hopes(self, line: Line) -> list[float]:
@@ -122,10 +135,9 @@ class BatchAuto(ByCost):
 
     def _review(self, values: Mapping[Hashable, float], load: Load) -> None:
         """What drafting is worth after the last round, and whether its probes found that it has come to pay."""
-        for request in self._fresh & values.keys():
-            parking = self._parking[request]
-            if parking.probing:
-                load.odds.probed(parking.waited, values[request] > 0)
+        for request in self._fresh.keys() & values.keys():
+            if self._fresh[request]:
+                load.odds.probed(self._parking[request].waited, values[request] > 0)
             if self.known[request].forecast.rounds > WARM_UP:
                 load.odds.gained(values[request])
         self._fresh.clear()
@@ -149,7 +161,7 @@ class BatchAuto(ByCost):
             parking, cost = self._parking[request], shares.next_to(len(drafting))
             if parking.parked + 1 >= load.odds.pause(cost) and self._may_lose(staked + cost + 1):
                 staked += cost
-                parking.draft("probe", probing=True)
+                parking.draft(PROBE)
                 drafting.add(request)
             else:
                 parking.park(-values[request])
@@ -161,8 +173,8 @@ class BatchAuto(ByCost):
 
     def _worth_reading(self, drafting: set[Hashable], price: float, load: Load) -> bool:
         insights = [self._insight(request, load) for request in drafting]
-        return not all(insight.count for insight in insights) or (
-            max(0.0, sum(insight.value for insight in insights)) >= price * self.grid.read)
+        known = [insight for insight in insights if insight is not None]
+        return len(known) < len(insights) or max(0.0, sum(known)) >= price * self.grid.read
 
     # After it
 
@@ -175,7 +187,7 @@ class BatchAuto(ByCost):
 
     def _reason(self, line: Line, drafts: int) -> str:
         parking = self._parking[line.request]
-        if line.fixed is None and (parking.probing or not line.proposed and parking.parked):
+        if line.fixed is None and (not line.proposed or parking.why == PROBE):
             return parking.why
         return "from past rounds" if line.proposed and line.confidences is None else reason(line, drafts)
 
@@ -221,11 +233,17 @@ class BatchAuto(ByCost):
                 continue
             gained = sum(own[:a]) - row * a
             if forecast.age == 1:  # after a pause the forecast is worse than when it is needed
-                self._insight(request, load).add(gained - (sum(own[:b]) - row * b) - shared)
-            self._parking[request].follow = self._parking[request].probing and gained > proposal
+                for insight in (load.insight, self._insights[request]):
+                    insight[forecast.high].add(gained - (sum(own[:b]) - row * b) - shared)
+            self._parking[request].follow = rounds[request].schedule.reason == PROBE and gained > proposal
 
-    def _insight(self, request: Hashable, load: Load) -> Mean:
-        return load.insight[self.known[request].forecast.high]
+    def _insight(self, request: Hashable, load: Load) -> float | None:
+        """What looking into this request is worth, None before anything was learned."""
+        high = self.known[request].forecast.high
+        shared, own = load.insight[high], self._insights[request][high]
+        if not shared.count:
+            return None
+        return shared.value + own.count / (own.count + FAMILIAR) * (own.value - shared.value)
 
     def _load(self, requests: int) -> Load:
         return self._loads.setdefault(self.grid.load(requests), Load())

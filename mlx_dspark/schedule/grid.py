@@ -171,6 +171,7 @@ class CostGrid:
     def from_curve(cls, curve: CostCurve, requests: Iterable[int], slots: int) -> CostGrid:
         """A grid for a machine that was only measured with one request. `about` says that it is derived.
 
+        requests: the counts that forwards are priced for; proposals are priced for every count up to the largest.
         It assumes that a row costs the same whoever owns it, so the curve is asked for the rows of all
         requests together; that more rows than the curve knows cost what several forwards cost; that a batched
         proposal grows as the verify forward does, from `slots` rows to requests x `slots`, and is never dearer
@@ -182,7 +183,7 @@ class CostGrid:
         rectangular, rectangular_slope = (
             {(n, rows // n): value for (n, rows), value in table.items() if rows % n == 0} for table in (packed, slope))
         draft = {(n, asked): seconds * min(n, _split(curve, n * asked) / _split(curve, asked))
-                 for n in counts for asked, seconds in curve.draft.items()}
+                 for n in range(1, counts[-1] + 1) for asked, seconds in curve.draft.items()}
         about = {**curve.about, "derived": "from the cost curve of one request, by the rows of all requests together"}
         return cls(packed, rectangular, curve.depth, slope, rectangular_slope, draft, host=curve.host, read=curve.read,
                    about=about)

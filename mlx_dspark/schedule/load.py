@@ -89,7 +89,7 @@ def replay_load(policy: BatchPolicy, contents: Sequence[Content], grid: CostGrid
         tokens, rows = tokens + sum(accepted) + requests, rows + sum(widths)
         drafted, packed = drafted + len(proposing), packed + (plan.layout == PACKED)
         policy.learn({
-            line.request: _landed(index + 1, line.proposed, kept, plan.schedule(line.request),
+            line.request: landed(index + 1, line.proposed, kept, plan.schedule(line.request),
                                   own if policy.uses_confidence else None)
             for line, kept, own in zip(asked, accepted, seen, strict=True)})
     return LoadReplay(policy.name, requests, rounds, tokens, rows, drafted, seconds, packed)
@@ -113,9 +113,10 @@ def _asked(line: Line, slots: int, confidences: Sequence[float] | None) -> Line:
     return replace(line, proposed=slots, confidences=confidences[:slots] if confidences and slots else None)
 
 
-def _landed(
+def landed(
     index: int, proposed: int, accepted: int, schedule: Schedule, confidences: Sequence[float] | None
 ) -> Round:
+    """A finished round as the loop would hand it back."""
     return Round(index=index, start=0, rows=schedule.drafts + 1, proposed=proposed, drafts=(), accepted=accepted,
                  tokens=(0,) * (accepted + 1), schedule=schedule, seconds={},
                  confidences=tuple(confidences[:proposed]) if confidences and proposed else None)

@@ -21,6 +21,7 @@ PAUSE_LIMIT = 256  # rounds; a run never stops looking altogether
 GAIN_MEMORY = 0.02
 PROBE_MEMORY = 0.995
 READ_MEMORY = 0.01
+PROBE = "probe"  # the reason of a round that looks whether the content has changed
 
 
 class Mean:
@@ -59,25 +60,24 @@ class Odds:
 
 
 class Parking:
-    """One request: how long it has been parked, whether it probes, and why it does what it does.
+    """One request: how long it has been parked, and why it does what it does.
 
     waited: rounds from the draft before the last one to the last one. follow: a probe paid, draft once more.
     """
 
     def __init__(self) -> None:
         self.parked = self.waited = 0
-        self.probing = self.follow = False
+        self.follow = False
         self.why = "warming up"
 
-    def draft(self, why: str, probing: bool = False) -> None:
+    def draft(self, why: str) -> None:
         """This round drafts."""
-        self.why, self.probing = why, probing
+        self.why = why
         self.waited, self.parked = self.parked + 1, 0
 
     def park(self, loss: float) -> None:
         """This round does not draft."""
         self.parked += 1
-        self.probing = False
         self.why = f"parked: a draft is expected to lose {loss:.2f} tokens"
 
 
