@@ -15,7 +15,7 @@ from mlx_dspark.schedule import CostCurve
 from mlx_dspark.serve import Engine, EngineBusy, EngineClosed, EngineError, EngineOptions, Request, engine
 from mlx_dspark.structs import KVOptions, Sampling
 
-CURVE = CostCurve({n: 1 + 0.1 * n for n in range(1, 9)}, draft={n: 0.3 for n in range(1, 8)})
+CURVE = CostCurve({n: 1 + 0.1 * n for n in range(1, 9)}, draft=dict.fromkeys(range(1, 8), 0.3))
 TEXT = prompt_of("golden", 120)
 PROMPTS = [TEXT[:5], TEXT[10:50], TEXT[3:20], TEXT[60:61], TEXT[30:63]]
 COUNT = 30
@@ -346,7 +346,7 @@ def test_the_metrics_add_up(pair):
     assert metrics.rows == metrics.drafts + metrics.rounds
     assert metrics.tau == (metrics.tokens - 5) / metrics.rounds
     assert (metrics.active, metrics.waiting, metrics.requests, metrics.finished) == (0, 0, 5, {"length": 5})
-    assert 0 < metrics.tokens_per_second and metrics.kv_bytes == 0
+    assert metrics.tokens_per_second > 0 and metrics.kv_bytes == 0
 
 
 @pytest.mark.parametrize(("field", "value"), [

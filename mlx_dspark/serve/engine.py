@@ -130,8 +130,9 @@ class Engine:
     """
 
     def __init__(
-        self, pair: Pair, options: EngineOptions = EngineOptions(), say: Callable[[str], None] = lambda text: None
+        self, pair: Pair, options: EngineOptions | None = None, say: Callable[[str], None] = lambda text: None
     ):
+        options = options or EngineOptions()
         check_sharing(pair.target, options.kv)
         self.pair, self.options = pair, options
         policy = batch_policy_for(pair, options.policy, options.max_requests, self._layouts(), options.profile, say)
