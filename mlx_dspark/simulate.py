@@ -16,9 +16,14 @@ import click
 
 from .commands import SETTINGS, Notes, run_command
 from .errors import FormatError
-from .plot import check_plot, plot_policies
+from .loads import POLICIES as LOAD_POLICIES
+from .loads import ROUNDS as LOAD_ROUNDS
+from .loads import SLOTS, load_panels, load_report, load_results
+from .plot import check_plot, plot_lines, plot_policies
 from .record import read_recording
+from .schedule.batch import make_batch_policy
 from .schedule.cost import CostCurve
+from .schedule.grid import CostGrid
 from .schedule.policies import make_policy
 
 if TYPE_CHECKING:
@@ -26,8 +31,10 @@ if TYPE_CHECKING:
     from .schedule.simulate import Content
 
 PUBLISHED = Path(__file__).parent / "schedule" / "curves.json"
+ROUNDS = 2000
 POLICIES = "plain,fixed,paper,lagged,rate,lookahead,auto"
 CONTENTS = ("steady", "swinging")
+MOST_REQUESTS = 256
 MARK = "*"  # after the name of a curve whose first row was not published
 
 
@@ -140,6 +147,13 @@ def _numbers(ctx: click.Context, option: click.Parameter, text: str) -> list[flo
     return list(dict.fromkeys(shares))
 
 
+def _loads(ctx: click.Context, option: click.Parameter, text: str | None) -> list[int]:
+    counts = [] if text is None else text.split(",")
+    if not all(count.isdecimal() and 1 <= int(count) <= MOST_REQUESTS for count in counts):
+        raise click.BadParameter(f"{text!r} is not a list of counts from 1 to {MOST_REQUESTS}, as in 1,4,16")
+    return sorted({int(count) for count in counts})
+
+
 def _kinds(ctx: click.Context, option: click.Parameter, text: str) -> list[str]:
     kinds = list(dict.fromkeys(text.split(",")))
     for kind in kinds:
@@ -153,22 +167,27 @@ def _kinds(ctx: click.Context, option: click.Parameter, text: str) -> list[str]:
                 type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--content", "kinds", default=",".join(CONTENTS), callback=_kinds, metavar="KIND,...",
               help="Without a RECORD: made-up content, steady or swinging.")
-@click.option("--rounds", type=click.IntRange(1), default=2000, help="How many rounds of made-up content.")
+@click.option("--rounds", type=click.IntRange(1), help="How many rounds of made-up content, of every request. "
+              f"Default: {ROUNDS}, with --requests {LOAD_ROUNDS}.")
+@click.option("--requests", "loads", callback=_loads, metavar="N,...",
+              help="Made-up content of so many requests at once, as in 1,2,4,8,16,32,64.")
 @click.option("--seed", type=click.IntRange(0), default=0)
 @click.option("--curve", "names", multiple=True, metavar="NAME|FILE.json",
               help="A published curve or a stored one; repeatable. Default: all published ones.")
 @click.option("--draft-share", "shares", default="0.12", callback=_numbers, metavar="X,...",
               help="What a proposal costs, as a share of a plain step, where the curve does not tell.")
-@click.option("--policy", "policies", default=POLICIES, metavar="NAME,...",
-              help="Policies to compare; fixed is the best fixed width in hindsight.")
+@click.option("--policy", "policies", metavar="NAME,...",
+              help="Policies to compare; fixed is the best fixed width in hindsight. "
+                   f"Default: {POLICIES}, with --requests {LOAD_POLICIES}.")
 @click.option("--calibration", type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="Temperatures written by mlx_dspark.calibrate, for recorded confidences.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON list instead of the tables.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the tables: .png or .svg.")
 @run_command
 def command(
-    records: tuple[Path, ...], kinds: list[str], rounds: int, seed: int, names: tuple[str, ...], shares: list[float],
-    policies: str, calibration: Path | None, as_json: bool, plot: Path | None,
+    records: tuple[Path, ...], kinds: list[str], rounds: int | None, loads: list[int], seed: int,
+    names: tuple[str, ...], shares: list[float], policies: str | None, calibration: Path | None, as_json: bool,
+    plot: Path | None,
 ) -> None:
     """Would a draft help on that machine? Speed of each policy relative to plain decoding, simulated.
 
@@ -177,15 +196,34 @@ def command(
     if plot is not None:
         check_plot(plot)
     curves = _curves(names)
+    if loads:
+        if records or calibration:
+            raise click.UsageError("--requests replays made-up content: leave RECORD and --calibration out")
+        wanted = list(dict.fromkeys((policies or LOAD_POLICIES).split(",")))
+        _simulate_loads(curves, kinds, loads, shares, wanted, rounds or LOAD_ROUNDS, seed, as_json, plot)
+        return
     calibrate = _calibrate(calibration)
-    contents = _recorded(records, seed, calibrate, Notes()) if records else _made_up(kinds, rounds, seed)
-    wanted = list(dict.fromkeys(policies.split(",")))
+    contents = _recorded(records, seed, calibrate, Notes()) if records else _made_up(kinds, rounds or ROUNDS, seed)
+    wanted = list(dict.fromkeys((policies or POLICIES).split(",")))
     for text in wanted:  # a wrong name costs no waiting
         make_policy(text, min(c.confidences.shape[1] for c in contents.values()), True, CostCurve({1: 1.0}))
     found = results(curves, contents, shares, wanted, calibrate, Notes.progress)
     click.echo(json.dumps([result.to_dict() for result in found]) if as_json else _report(found, contents, curves))
     if plot is not None:
         plot_policies(plot, _panels(found))
+
+
+def _simulate_loads(
+    curves: Mapping[str, CostCurve], kinds: Sequence[str], loads: Sequence[int], shares: Sequence[float],
+    policies: Sequence[str], rounds: int, seed: int, as_json: bool, plot: Path | None,
+) -> None:
+    for text in policies:  # a wrong name costs no waiting
+        make_batch_policy(text, SLOTS, True, CostGrid({(1, 1): 1.0}))
+    cases = list(_cases(curves, shares, SLOTS))
+    found = load_results(cases, kinds, loads, policies, rounds, seed, Notes.progress)
+    click.echo(json.dumps([result.to_dict() for result in found]) if as_json else load_report(found, rounds))
+    if plot is not None:
+        plot_lines(plot, load_panels(found), "requests at once (simulated)", logarithmic=True)
 
 
 def _curves(names: Sequence[str]) -> dict[str, CostCurve]:

@@ -32,6 +32,7 @@ ORDER = [  # a module may import modules of earlier lines
     {"samples", "regenerate"},
     {"bench_kernels"},
     {"bench"},
+    {"loads"},
     {"simulate"},
     {"calibrate"},
     {"selfcheck"},
