@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .commands import SETTINGS, Notes, run_command
+from .commands import SETTINGS, Notes, counts, run_command
 from .errors import FormatError
 from .loads import POLICIES as LOAD_POLICIES
 from .loads import ROUNDS as LOAD_ROUNDS
@@ -34,7 +34,6 @@ PUBLISHED = Path(__file__).parent / "schedule" / "curves.json"
 ROUNDS = 2000
 POLICIES = "plain,fixed,paper,lagged,rate,lookahead,auto"
 CONTENTS = ("steady", "swinging")
-MOST_REQUESTS = 256
 MARK = "*"  # after the name of a curve whose first row was not published
 
 
@@ -147,13 +146,6 @@ def _numbers(ctx: click.Context, option: click.Parameter, text: str) -> list[flo
     return list(dict.fromkeys(shares))
 
 
-def _loads(ctx: click.Context, option: click.Parameter, text: str | None) -> list[int]:
-    counts = [] if text is None else text.split(",")
-    if not all(count.isdecimal() and 1 <= int(count) <= MOST_REQUESTS for count in counts):
-        raise click.BadParameter(f"{text!r} is not a list of counts from 1 to {MOST_REQUESTS}, as in 1,4,16")
-    return sorted({int(count) for count in counts})
-
-
 def _kinds(ctx: click.Context, option: click.Parameter, text: str) -> list[str]:
     kinds = list(dict.fromkeys(text.split(",")))
     for kind in kinds:
@@ -169,7 +161,7 @@ def _kinds(ctx: click.Context, option: click.Parameter, text: str) -> list[str]:
               help="Without a RECORD: made-up content, steady or swinging.")
 @click.option("--rounds", type=click.IntRange(1), help="How many rounds of made-up content, of every request. "
               f"Default: {ROUNDS}, with --requests {LOAD_ROUNDS}.")
-@click.option("--requests", "loads", callback=_loads, metavar="N,...",
+@click.option("--requests", "loads", callback=counts, metavar="N,...",
               help="Made-up content of so many requests at once, as in 1,2,4,8,16,32,64.")
 @click.option("--seed", type=click.IntRange(0), default=0)
 @click.option("--curve", "names", multiple=True, metavar="NAME|FILE.json",
