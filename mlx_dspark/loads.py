@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 POLICIES = "plain,fixed,paper,search,lagged,auto"
 ROUNDS = 200
 SLOTS = 7
+
+Case = tuple[str, CostCurve | CostGrid, float]  # name, costs, draft's share of a plain step of one request
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class LoadResult:
 
 
 def load_results(
-    cases: Sequence[tuple[str, CostCurve, float]], kinds: Sequence[str], loads: Sequence[int], policies: Sequence[str],
+    cases: Sequence[Case], kinds: Sequence[str], loads: Sequence[int], policies: Sequence[str],
     rounds: int, seed: int, progress: Callable[[str], None] = lambda text: None,
 ) -> list[LoadResult]:
     """Every policy on every curve at every count of requests; a policy wider than the curve is left out."""
@@ -54,8 +56,9 @@ def load_results(
     for kind in kinds:
         for requests in loads:
             contents = made_up_load(kind, requests, rounds, seed, SLOTS)
-            for name, curve, share in cases:
-                grid = CostGrid.from_curve(curve, [requests], min(SLOTS, curve.widest - 1))
+            for name, costs, share in cases:
+                grid = costs if isinstance(costs, CostGrid) else (
+                    CostGrid.from_curve(costs, [requests], min(SLOTS, costs.widest - 1)))
                 for policy in policies:
                     progress(f"{kind}, {requests} requests, draft {share:g}, {name}, {policy}")
                     outcome = _outcome(policy, contents, grid)
@@ -63,6 +66,11 @@ def load_results(
                         found.append(LoadResult(name, kind, share, requests, policy, *outcome))
     progress("")
     return found
+
+
+def grid_cases(grids: Mapping[str, CostGrid]) -> list[Case]:
+    """Measured grids, with what a proposal for one request costs there."""
+    return [(name, grid, round(grid.drafting(1, SLOTS) / grid.cheaper([1])[1], 4)) for name, grid in grids.items()]
 
 
 def _outcome(
@@ -85,8 +93,8 @@ def _outcome(
 
 def load_report(found: Sequence[LoadResult], rounds: int) -> str:
     """A table per content, draft share and curve: a line per policy, a column per count of requests."""
-    parts = ["Speed relative to plain decoding of as many requests, in brackets the rows of a request. Simulated on\n"
-             "the cost curves of one request, by the rows of all requests together: these are no measurements."]
+    parts = ["Speed relative to plain decoding of as many requests, in brackets the rows of a request. Simulated, a\n"
+             "curve of one request being asked for the rows of all together: these are no measurements."]
     for (kind, share, curve), group in _grouped(found, lambda r: (r.content, r.draft_share, r.curve)):
         loads = list(dict.fromkeys(result.requests for result in group))
         lines = [["requests", *map(str, loads)]]

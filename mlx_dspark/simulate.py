@@ -18,12 +18,12 @@ from .commands import SETTINGS, Notes, counts, run_command
 from .errors import FormatError
 from .loads import POLICIES as LOAD_POLICIES
 from .loads import ROUNDS as LOAD_ROUNDS
-from .loads import SLOTS, load_panels, load_report, load_results
+from .loads import SLOTS, Case, grid_cases, load_panels, load_report, load_results
 from .plot import check_plot, plot_lines, plot_policies
 from .record import read_recording
 from .schedule.batch import make_batch_policy
 from .schedule.cost import CostCurve
-from .schedule.grid import CostGrid
+from .schedule.grid import LAYOUTS, CostGrid
 from .schedule.policies import make_policy
 
 if TYPE_CHECKING:
@@ -78,6 +78,21 @@ def read_curve(path: Path) -> CostCurve:
     except (json.JSONDecodeError, UnicodeDecodeError, FormatError) as error:
         raise FormatError(f"{path} is no stored cost curve ({error}): give a file written by mlx_dspark.profile"
                           ) from None
+
+
+def read_grid(path: Path) -> CostGrid | None:
+    """A cost grid stored by `mlx_dspark.profile --requests`, None for anything else. Raises FormatError if damaged."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # what it is instead is found out by who reads it next
+    if not isinstance(document, dict) or not any(layout in document for layout in LAYOUTS):
+        return None
+    try:
+        return CostGrid.from_dict(document)
+    except FormatError as error:
+        raise FormatError(f"{path} is no stored cost grid ({error}): give a file written by mlx_dspark.profile "
+                          "--requests") from None
 
 
 def simulate(
@@ -165,7 +180,8 @@ def _kinds(ctx: click.Context, option: click.Parameter, text: str) -> list[str]:
               help="Made-up content of so many requests at once, as in 1,2,4,8,16,32,64.")
 @click.option("--seed", type=click.IntRange(0), default=0)
 @click.option("--curve", "names", multiple=True, metavar="NAME|FILE.json",
-              help="A published curve or a stored one; repeatable. Default: all published ones.")
+              help="A published curve or a stored one, with --requests a stored grid too; repeatable. Default: all "
+                   "published ones.")
 @click.option("--draft-share", "shares", default="0.12", callback=_numbers, metavar="X,...",
               help="What a proposal costs, as a share of a plain step, where the curve does not tell.")
 @click.option("--policy", "policies", metavar="NAME,...",
@@ -187,13 +203,13 @@ def command(
     """
     if plot is not None:
         check_plot(plot)
-    curves = _curves(names)
     if loads:
         if records or calibration:
             raise click.UsageError("--requests replays made-up content: leave RECORD and --calibration out")
         wanted = list(dict.fromkeys((policies or LOAD_POLICIES).split(",")))
-        _simulate_loads(curves, kinds, loads, shares, wanted, rounds or LOAD_ROUNDS, seed, as_json, plot)
+        _simulate_loads(names, kinds, loads, shares, wanted, rounds or LOAD_ROUNDS, seed, as_json, plot)
         return
+    curves = _curves(names)
     calibrate = _calibrate(calibration)
     contents = _recorded(records, seed, calibrate, Notes()) if records else _made_up(kinds, rounds or ROUNDS, seed)
     wanted = list(dict.fromkeys((policies or POLICIES).split(",")))
@@ -206,12 +222,15 @@ def command(
 
 
 def _simulate_loads(
-    curves: Mapping[str, CostCurve], kinds: Sequence[str], loads: Sequence[int], shares: Sequence[float],
+    names: Sequence[str], kinds: Sequence[str], loads: Sequence[int], shares: Sequence[float],
     policies: Sequence[str], rounds: int, seed: int, as_json: bool, plot: Path | None,
 ) -> None:
+    grids = {Path(name).stem: grid for name in names if (grid := read_grid(Path(name))) is not None}
+    others = [name for name in names if Path(name).stem not in grids]
+    curves = _curves(others) if others or not grids else {}
     for text in policies:  # a wrong name costs no waiting
         make_batch_policy(text, SLOTS, True, CostGrid({(1, 1): 1.0}))
-    cases = list(_cases(curves, shares, SLOTS))
+    cases: list[Case] = [*grid_cases(grids), *_cases(curves, shares, SLOTS)]
     found = load_results(cases, kinds, loads, policies, rounds, seed, Notes.progress)
     click.echo(json.dumps([result.to_dict() for result in found]) if as_json else load_report(found, rounds))
     if plot is not None:

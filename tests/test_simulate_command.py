@@ -14,6 +14,7 @@ from mlx_dspark.errors import FormatError
 from mlx_dspark.record import judged, read_recording
 from mlx_dspark.schedule.calibration import calibrator
 from mlx_dspark.schedule.cost import CostCurve
+from mlx_dspark.schedule.grid import CostGrid
 from mlx_dspark.schedule.simulate import Content, best_fixed, made_up
 from mlx_dspark.simulate import command, published_curves, read_curve, simulate, with_draft
 
@@ -327,6 +328,22 @@ def test_the_table_of_loads_says_what_its_numbers_are():
     assert head.split() == ["requests", "1", "8"] and plain.split() == ["plain", "1.00", "(1.0)", "1.00", "(1.0)"]
     assert fixed.split()[2] == "(4.0)" and auto.startswith("auto")  # fixed:4 is wider than the curve
     assert len({len(line) for line in (head, plain, fixed, auto)}) == 1
+
+
+def test_a_stored_grid_is_priced_by_its_own_layouts(tmp_path):
+    grid = CostGrid({(1, n): 1.0 + n for n in range(1, 9)} | {(2, n): 2.0 + n for n in range(2, 17)},
+                    {(1, n): 1.0 + n for n in range(1, 9)} | {(2, n): 4.0 for n in range(1, 9)},
+                    draft={(1, 7): 0.5, (2, 7): 0.5})
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({**grid.to_dict(), "key": {}}), encoding="utf-8")
+    args = ("--requests", 2, "--rounds", 30, "--content", "steady", "--policy", "fixed:7", "--curve", path)
+    (entry,) = entries(*args)
+    assert (entry["curve"], entry["draft_share"]) == ("mine", 0.25)
+    # Eight rows each cost what one costs: 4 seconds, and half a second to draft.
+    assert entry["speedup_over_plain"] == pytest.approx(entry["tau"] * 4 / 4.5, abs=1e-3)
+    assert {found["curve"] for found in entries(*args, "--curve", "m4max-30b-4bit")} == {"mine", "m4max-30b-4bit"}
+    path.write_text(json.dumps({"packed": {"1": {"2": 1.0}}}), encoding="utf-8")
+    refused(run(*args), str(path), "--requests", "plain round")
 
 
 def test_loads_are_drawn(tmp_path):
