@@ -64,7 +64,8 @@ def test_requests_are_served_under_every_policy_and_load():
 
 
 def test_the_command_for_requests_prints_one_document(prompts):
-    done = invoke("requests", *prompts, "--loads", "2", "--policy", "fixed:2", "--count", "2", "-m", "4", "--repeats", "1")
+    short = ("--count", "2", "-m", "4", "--repeats", "1")
+    done = invoke("requests", *prompts, "--loads", "2", "--policy", "fixed:2", *short)
     assert done.exit_code == 0, done.output
     assert set(json.loads(done.stdout)["loads"]["2"]) == {"plain", "fixed:2"}
 
