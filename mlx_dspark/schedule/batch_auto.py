@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from ..structs import Round
 from .batch_rate import ByCost, reason
@@ -265,7 +266,8 @@ class _Shares:
     """
 
     def __init__(self, gains: Iterable[float], costs: Sequence[float]):
-        self._costs = costs
+        # What was measured cheaper for more requests is no dearer for fewer.
+        self._costs = costs = list(accumulate(reversed(costs), min))[::-1]
         ordered = sorted(gains, reverse=True)
         self.chosen, total, best = 0, 0.0, -costs[0]
         for count, gain in enumerate(ordered, start=1):
