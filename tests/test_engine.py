@@ -1,5 +1,7 @@
 """Many requests at once: every answer is the one the request gets alone, whatever happens to the others."""
 
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -386,3 +388,13 @@ def test_the_rest_of_the_context_can_be_asked_for(pair):
     prompt = tuple((TEXT * 100)[: context - 3])
     [(_, ids, _, reason)] = serve(pair, [Request(prompt, -1)], policy="fixed", prefill_step=512)
     assert (len(ids), reason) == (3, "length")
+
+
+def test_a_process_that_served_ends_cleanly():
+    """mlx aborts at exit if a thread left its streams behind."""
+    script = ("from mlx_dspark import load; "
+              "from mlx_dspark.serve import Engine, EngineOptions, Request\n"
+              "with Engine(load(), EngineOptions(policy='fixed')) as engine:\n"
+              "    print(sum(len(chunk.ids) for chunk in engine.submit(Request((5, 6, 7), 4))))")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "4\n", "")
