@@ -350,6 +350,16 @@ def test_a_fixed_width_is_kept_and_its_rows_are_priced(text, fixed):
                       for name in slots})
 
 
+def test_confidences_of_a_fixed_width_are_no_look_at_the_others():
+    """A request with a policy of its own may have been read although the batch does without."""
+    policy = taught_batch("auto", grids(2)["linear"], 2)
+    policy.before([Line(0, left=99), Line(1, left=99, fixed=2)])
+    unread = [Line(0, 99, proposed=GAMMA), Line(1, 99, proposed=2, fixed=2)]
+    read = [unread[0], replace(unread[1], confidences=(0.99, 0.99))]
+    assert policy.after(read).drafts == policy.after(unread).drafts
+    assert policy.after(read).reasons == {0: "from past rounds", 1: "fixed width"}
+
+
 @pytest.mark.parametrize("text", EVERY_POLICY)
 def test_requests_come_and_go(text):
     policy = make_batch_policy(text, GAMMA, True, flat(4))

@@ -89,8 +89,9 @@ class BatchAuto(ByCost):
         confidences, taken = [self.current(line) for line in lines], [self.taken(line) for line in lines]
         rows = [survivals(own) if line.fixed is None else [] for line, own in zip(lines, confidences, strict=True)]
         price, prices = self._price([line.depth for line in lines]), self.prices(lines)
-        looks = any(line.confidences is not None for line in lines)
-        if any(line.proposed for line in lines):
+        chosen = [line for line in lines if line.proposed and line.fixed is None]
+        looks = any(line.confidences is not None for line in chosen)
+        if chosen:
             self._looked = looks
         if looks:
             forecasts = [self.known[line.request].forecast for line in lines]
