@@ -11,3 +11,8 @@ class PairError(ValueError):
 
 class CacheError(ValueError):
     """The target keeps state that cannot be rolled back after a rejected draft."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without its details; its name if it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
