@@ -50,7 +50,11 @@ class StrictRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Any]:
         handle = super().get_route_handler()
-        return lambda request: handle(StrictRequest(request.scope, request.receive))
+
+        async def strictly(request: Request) -> Response:
+            return await handle(StrictRequest(request.scope, request.receive))
+
+        return strictly
 
 
 def create_app(engine: Engine, model: Model, guard: Guard) -> FastAPI:

@@ -47,13 +47,19 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
+def server_for(app: Any, engine: Engine, drain: float) -> DrainingServer:
+    """A server that trusts no proxy's word and says nothing about itself."""
+    config = uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, server_header=False,
+                            proxy_headers=False, lifespan="off", ws="none",
+                            timeout_graceful_shutdown=math.ceil(drain) + LAST_WORDS_SECONDS)
+    return DrainingServer(config, engine, drain)
+
+
 def run(app: Any, engine: Engine, bound: socket.socket, drain: float) -> None:
     """Serve until SIGINT or SIGTERM; returns when every stream has been finished or told."""
-    config = uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, server_header=False,
-                            lifespan="off", timeout_graceful_shutdown=math.ceil(drain) + LAST_WORDS_SECONDS)
     before = signal.signal(signal.SIGTERM, lambda number, frame: None)  # uvicorn raises it again when it has ended
     try:
-        DrainingServer(config, engine, drain).run(sockets=[bound])
+        server_for(app, engine, drain).run(sockets=[bound])
     except KeyboardInterrupt:
         pass
     finally:
