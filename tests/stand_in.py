@@ -29,7 +29,7 @@ TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}\n{% endif %}"
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
     "{% if message.tool_calls %}{% for call in message.tool_calls %}{{ call.function.arguments.city }}{% endfor %}"
-    "{% endif %}\n{% endfor %}"
+    "{% endif %}{% endfor %}"
     "{% if messages[-1].role == 'assistant' %}{{ raise_exception('the last turn must be the user\\'s') }}{% endif %}"
     "<assistant>{% if enable_thinking is defined and enable_thinking %}<think>{% endif %}"
 )
@@ -130,13 +130,18 @@ def generated(request: Request) -> Iterator[Chunk]:
                            sampling=request.sampling, stop=request.stop, logprobs=request.logprobs)
 
 
+@cache
+def _ids_of(text: str) -> tuple[int, ...]:
+    return tuple(chat_tokenizer().encode(text, add_special_tokens=False))
+
+
 def saying(*texts: str, finish: str = "stop", pause: float = 0, cached: int = 0) -> Answers:
     """Says these texts, a round each; the first token of a round is the draft's, if there are two."""
 
     def answers(request: Request) -> Iterator[Chunk]:
         stats = Statistics(len(request.prompt), {"cached_tokens": cached})
         for index, text in enumerate(texts):
-            ids = tuple(chat_tokenizer().encode(text, add_special_tokens=False))
+            ids = _ids_of(text)
             landed = Round(index, 0, len(ids) + 1 if index else 0, len(ids), ids, len(ids) - 1, ids,
                            Schedule(len(ids), "fixed", "said"), {})
             stats.add(landed)
