@@ -6,7 +6,10 @@ const SHOWN_ROUNDS = 60;
 const LOOK_EVERY_MS = 2000;
 const at = (id) => document.getElementById(id);
 
-const state = { model: null, chat: false, messages: [], running: null, rounds: [] };
+const state = {
+  model: null, chat: false, messages: [],
+  running: null, drawing: false, rounds: [], count: 0, accepted: 0, verified: 0,
+};
 
 function headers() {
   const key = at("key").value;
@@ -83,18 +86,33 @@ function showRound(place, round) {
 
 function countRound(round) {
   if (round.rows === 0) return; // the prefill is no round
-  state.rounds.push(round);
-  const total = (name) => state.rounds.reduce((sum, one) => sum + one[name], 0);
-  at("tau").textContent = round.tau === null ? "–" : round.tau.toFixed(2);
-  at("rounds").textContent = String(state.rounds.length);
-  at("rows").textContent = String(round.rows);
-  at("accepted").textContent = `${total("accepted")} of ${total("verified")}`;
-  at("reason").textContent = `${round.policy}: ${round.reason}`;
-  drawBars();
+  state.count += 1;
+  state.accepted += round.accepted;
+  state.verified += round.verified;
+  state.rounds = [...state.rounds, round].slice(-SHOWN_ROUNDS);
+}
+
+// Rounds come faster than a screen can show them: everything but the text is drawn once a frame.
+function drawSoon(place) {
+  if (state.drawing) return;
+  state.drawing = true;
+  requestAnimationFrame(() => {
+    state.drawing = false;
+    const round = state.rounds.at(-1);
+    if (round) {
+      at("tau").textContent = round.tau === null ? "–" : round.tau.toFixed(2);
+      at("rounds").textContent = String(state.count);
+      at("rows").textContent = String(round.rows);
+      at("accepted").textContent = `${state.accepted} of ${state.verified}`;
+      at("reason").textContent = `${round.policy}: ${round.reason}`;
+      drawBars();
+    }
+    place.scrollIntoView({ block: "end" });
+  });
 }
 
 function drawBars() {
-  const rounds = state.rounds.slice(-SHOWN_ROUNDS);
+  const rounds = state.rounds;
   const most = Math.max(...rounds.map((round) => round.rows), 1);
   const step = 240 / SHOWN_ROUNDS;
   const bars = rounds.flatMap((round, i) => {
@@ -158,7 +176,7 @@ async function answer(text, place) {
     showRound(part, event.dspark);
     place.append(part);
     countRound(event.dspark);
-    place.scrollIntoView({ block: "end" });
+    drawSoon(place);
   }
   return said;
 }
@@ -168,7 +186,7 @@ async function send(event) {
   const text = at("text").value;
   if (!text || state.running) return;
   state.running = new AbortController();
-  state.rounds = [];
+  Object.assign(state, { rounds: [], count: 0, accepted: 0, verified: 0 });
   at("send").disabled = true;
   at("stop").disabled = false;
   note("");
