@@ -72,6 +72,7 @@ class StandIn:
         self.finished: dict[str, int] = {}
         self._jobs: queue.Queue[tuple[Stream, Request] | None] = queue.Queue()
         self._closing: float | None = None
+        self._active = 0
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -87,9 +88,10 @@ class StandIn:
 
     def metrics(self) -> Any:
         return SimpleNamespace(
-            active=1, waiting=self._jobs.qsize(), requests=len(self.seen), finished=dict(self.finished), rounds=4,
-            tokens=10, rows=12, drafts=8, accepted=6, parked=0, tokens_per_second=1.5, kv_bytes=0, kv_limit_bytes=0,
-            prefix_entries=0, prefix_hits=0, reused_tokens=0, tau=2.5, rows_per_request=3.0, parked_share=0.0)
+            active=self._active, waiting=self._jobs.qsize(), requests=len(self.seen), finished=dict(self.finished),
+            rounds=4, tokens=10, rows=12, drafts=8, accepted=6, parked=0, tokens_per_second=1.5, kv_bytes=0,
+            kv_limit_bytes=0, prefix_entries=0, prefix_hits=0, reused_tokens=0, tau=2.5, rows_per_request=3.0,
+            parked_share=0.0)
 
     def close(self, drain_seconds: float | None = None) -> None:
         limit = float("inf") if drain_seconds is None else time.monotonic() + drain_seconds
@@ -100,10 +102,12 @@ class StandIn:
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
             stream, request = job
+            self._active = 1
             for event in self._events(stream, request):
                 stream.deliver(event)
             reason = event.finish_reason if isinstance(event, Chunk) else "error"
             self.finished[reason] = self.finished.get(reason, 0) + 1
+            self._active = 0
 
     def _events(self, stream: Stream, request: Request) -> Iterator[Chunk | EngineError]:
         last = None
