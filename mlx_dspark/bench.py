@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .commands import SETTINGS, Notes, open_pair, pair_options, run_command
+from .samples import read_prompts
 
 if TYPE_CHECKING:
     from .load import Pair
@@ -173,35 +174,11 @@ def _gap(pair: Pair, ids: Sequence[int], ours: int, theirs: int) -> float:
     return abs((logits[theirs] - logits[ours]).item())
 
 
-def read_prompts(path: Path, pair: Pair) -> list[list[int]]:
-    """Prompts of a JSONL file: one object a line with `ids`, `prompt` or `turns` (its first turn).
-
-    Raises ValueError with the line for anything else.
-    """
-    from .load import encode_prompt
-
-    prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            if "ids" in row:
-                prompts.append([int(i) for i in row["ids"]])
-            else:
-                prompts.append(encode_prompt(pair.tokenizer, row["prompt"] if "prompt" in row else row["turns"][0]))
-        except (json.JSONDecodeError, KeyError, TypeError, IndexError):
-            raise ValueError(f"{path}, line {number}: not an object with ids, prompt or turns") from None
-    if not prompts:
-        raise ValueError(f"{path} holds no prompts")
-    return prompts
-
-
 @click.group("bench", context_settings=SETTINGS, invoke_without_command=True)
 @pair_options
 @click.option("--policy", "policies", default="fixed", help="Policies to time, separated by commas.")
 @click.option("--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-              help="JSONL with ids, prompt or turns. Default: held-out texts of the small pair.")
+              help="JSONL with ids, prompt, turns or conversations. Default: held-out texts of the small pair.")
 @click.option("--count", type=click.IntRange(1), default=4, help="How many prompts of the file.")
 @click.option("-m", "--max-tokens", type=click.IntRange(2), default=128)
 @click.option("--repeats", type=click.IntRange(1), default=3)

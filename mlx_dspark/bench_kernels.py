@@ -11,8 +11,6 @@ ratios only within one run. Contenders of the walk:
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,16 +19,14 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .backend import machine
-from .draft.heads import GatedMarkov, RnnMarkov, VanillaMarkov
-from .kernels.pick import BACKENDS, Trial, backend
+from .draft.heads import MARKOV
+from .kernels.pick import BACKENDS, Trial, Work, backend, medians
 from .kernels.topk import CertifiedWalk, candidates, run_walk
 from .kernels.traffic import slot_traffic
 from .kernels.trials import accept_trials, walk_trials
 from .kernels.walk import Chain
 
-HEADS = {"vanilla": VanillaMarkov, "gated": GatedMarkov, "rnn": RnnMarkov}
 WEIGHTS = ("float32", "float16", "bfloat16", "8", "4")
-Work = Callable[[], Sequence[mx.array]]
 
 
 @dataclass(frozen=True)
@@ -90,7 +86,7 @@ def _walks(shape: Shape, head: str, kind: str, group: int, repeats: int, name: s
 def make_head(shape: Shape, head: str, kind: str, group: int) -> nn.Module:
     """A random Markov head whose weights are of `kind`: a dtype, or bits of an affine quantisation."""
     mx.random.seed(0)
-    markov = HEADS[head](shape)
+    markov = MARKOV[head](shape)
     if kind in ("8", "4"):
         nn.quantize(markov, group, int(kind))
     else:
@@ -100,7 +96,10 @@ def make_head(shape: Shape, head: str, kind: str, group: int) -> nn.Module:
 
 
 def _op_by_op(markov: nn.Module, shape: Shape, dtype: mx.Dtype) -> Work:
-    """One op after the other, as the walk was first written: nothing fused, all corrected logits kept."""
+    """One op after the other, as the walk was first written: nothing fused, all corrected logits kept.
+
+    The heads' formulas stand here again on purpose: the heads project once a block and correct in float32.
+    """
     base = (4 * mx.random.normal((1, shape.slots, shape.vocab_size), key=mx.random.key(3))).astype(dtype)
     hidden = mx.random.normal((1, shape.slots, shape.hidden_size), key=mx.random.key(4)).astype(dtype)
     mx.eval(base, hidden)
@@ -145,15 +144,8 @@ def _kernel(trial: Trial, name: str) -> dict[str, Work | None]:
 
 def _timed(works: dict[str, Work | None], repeats: int) -> dict[str, Any]:
     """Median milliseconds of each, run in turn, and their ratio to the reference's."""
-    seconds: dict[str, list[float]] = {name: [] for name, work in works.items() if work is not None}
-    for repeat in range(repeats + 1):
-        for name, kept in seconds.items():
-            since = time.perf_counter()
-            mx.eval(*works[name]())
-            if repeat:  # the first one compiles and pages in
-                kept.append(time.perf_counter() - since)
-    medians = {name: statistics.median(kept) for name, kept in seconds.items()}
+    seconds = medians({name: work for name, work in works.items() if work is not None}, repeats)
     return {
-        "ms": {name: round(1e3 * medians[name], 4) if name in medians else None for name in works},
-        "of_reference": {name: round(median / medians["reference"], 4) for name, median in medians.items()},
+        "ms": {name: round(1e3 * seconds[name], 4) if name in seconds else None for name in works},
+        "of_reference": {name: round(median / seconds["reference"], 4) for name, median in seconds.items()},
     }

@@ -153,7 +153,7 @@ def _part(rounds: Rounds, chosen: np.ndarray) -> Rounds:
 @click.command("calibrate", context_settings=SETTINGS)
 @pair_options
 @click.option("--data", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-              help="JSONL with ids, prompt or turns. Default: held-out texts of the small pair.")
+              help="JSONL with ids, prompt, turns or conversations. Default: held-out texts of the small pair.")
 @click.option("--rounds", type=click.IntRange(1), default=2000, help="How many rounds to collect.")
 @click.option("--temp", "--temperature", "temperature", type=float, default=1.0, help="0 or below is greedy.")
 @click.option("-m", "--max-tokens", type=click.IntRange(2), default=128, help="Per prompt and pass.")
@@ -198,8 +198,8 @@ def command(
 
 
 def _prompts(data: Path | None, pair: Pair) -> tuple[Path, list[list[int]]]:
-    from .bench import read_prompts
     from .load import ASSETS
+    from .samples import read_prompts
 
     path = data or ASSETS / "heldout.jsonl"
     return path, read_prompts(path, pair)

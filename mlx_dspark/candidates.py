@@ -7,7 +7,6 @@ kernels of the full pass are used: whether candidates gain there has not been me
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +15,11 @@ import mlx.core as mx
 
 from .draft import BlockDraft
 from .kernels import topk, walk
-from .kernels.pick import backend, switched_off
+from .kernels.argmax import best
+from .kernels.pick import backend, medians, switched_off
 from .kernels.topk import CertifiedWalk
 from .kernels.walk import Chain
-from .store import cache_folder, content_hash
+from .store import cache_folder, content_hash, replace_file
 
 LONGEST = 300.0  # seconds that the bounds may take
 GAIN = 0.8  # candidates must cost less than this share of the full pass when every slot is certified
@@ -57,9 +57,8 @@ def prepare(draft: BlockDraft, progress: Callable[[str], None] = lambda text: No
     progress(f"bounds for the walk by candidates: about {seconds:.0f} s")
     path = bounds_path(draft)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial.safetensors")
-    mx.save_safetensors(str(partial), {"bound": topk.bounds(chain.w1, chain.w2), "least": mx.array([least])})
-    partial.replace(path)
+    arrays = {"bound": topk.bounds(chain.w1, chain.w2), "least": mx.array([least])}
+    replace_file(path, lambda file: mx.save_safetensors(file, arrays))
     return f"the walk by candidates costs {least:.2f} of the full one where it is certified: bounds stored in {path}"
 
 
@@ -82,23 +81,11 @@ def _cost(draft: BlockDraft, chain: Chain) -> float:
     anchor, markov = mx.array([1]), draft.sequential_head
     certain = CertifiedWalk(chain.w1, chain.w2, mx.full((chain.w1.rows,), -mx.inf))
 
-    def full() -> mx.array:
-        tokens: list[mx.array] = []
+    def full() -> list[mx.array]:
+        return walk.reference(markov.step, base, None, anchor, None, best)
 
-        def choose(corrected: mx.array) -> mx.array:
-            tokens.append(mx.argmax(corrected, axis=-1))
-            return tokens[-1]
-
-        walk.reference(markov.step, base, None, anchor, None, choose)
-        return mx.stack(tokens, axis=1)
-
-    seconds: dict[str, list[float]] = {"certain": [], "full": []}
-    for _ in range(REPEATS):
-        for name, function in (("certain", lambda: certain(base, None, anchor)), ("full", full)):
-            since = time.perf_counter()
-            mx.eval(function())
-            seconds[name].append(time.perf_counter() - since)
-    return statistics.median(seconds["certain"]) / statistics.median(seconds["full"])
+    seconds = medians({"certain": lambda: [certain(base, None, anchor)], "full": full}, REPEATS)
+    return seconds["certain"] / seconds["full"]
 
 
 def _seconds(chain: Chain) -> float:

@@ -122,8 +122,8 @@ def _numbers(trial: Trial) -> dict[str, Any]:
 
 
 def _prompts(pair: Pair, model: str | None) -> list[list[int]]:
-    from .bench import read_prompts
     from .load import ASSETS, encode_prompt
+    from .samples import read_prompts
     from .selfcheck import PROMPTS
 
     if model is None:  # the small pair knows nothing but code and its documentation

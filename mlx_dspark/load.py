@@ -230,7 +230,8 @@ def _kernels(target: Target, draft: Draft) -> Kernels:
         by_candidates = find_walk(block)
         if by_candidates is not None:
             chosen = Choice("walk_greedy", "", "candidates", "its bounds are stored")
-            kernels = dataclasses.replace(kernels, walk_greedy=by_candidates, choices=(*kernels.choices, chosen))
+            others = [dataclasses.replace(choice, op="others") for choice in kernels.choices]  # one stood for all
+            kernels = dataclasses.replace(kernels, walk_greedy=by_candidates, choices=(chosen, *others))
         block.use(kernels)
     return kernels
 

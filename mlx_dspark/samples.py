@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import FormatError
-from .prompts import Row
+from .prompts import Row, read_rows
 from .record import round_from
 from .structs import Round, Sampling
 
@@ -71,6 +71,11 @@ def encode(pair: Pair, row: Row, settings: Settings) -> tuple[int, ...]:
         raise FormatError(f"{row.where}: token {max(row.ids)} is outside the vocabulary of {size}: encode with this "
                           "target's tokenizer")
     return row.ids
+
+
+def read_prompts(path: Path, pair: Pair) -> list[list[int]]:
+    """The rows of a JSONL file as a user would ask them: `encode` in the product's protocol. Raises FormatError."""
+    return [list(encode(pair, row, Settings(PRODUCT))) for row in read_rows(path)]
 
 
 def room_for(pair: Pair, prompt: int, settings: Settings) -> int:

@@ -12,9 +12,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from .errors import FormatError
 from .schedule.cost import CostCurve
@@ -137,15 +137,29 @@ def write_json(path: Path, document: Mapping[str, Any]) -> Path:
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Write a file whole or not at all."""
+    """Write a file whole or not at all, whoever else writes it at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+    replace_file(path, lambda file: file.write(text.encode()), f"{os.getpid()}.{time.monotonic_ns()}")
+    return path
+
+
+def replace_file(path: Path, write: Callable[[IO[bytes]], Any], ending: str = "partial") -> None:
+    """Write `path` through a hidden file beside it: after a crash it holds the old content or the new one.
+
+    ending: of that file. With the usual one, what a killed process left is written over by the next.
+    Raises OSError, with the old content in place, where the disk is full.
+    """
+    partial = path.with_name(f".{path.name}.{ending}")
     try:
-        partial.write_text(text, encoding="utf-8")
+        with partial.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
         partial.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from None
     finally:
         partial.unlink(missing_ok=True)
-    return path
 
 
 def _digest(key: Mapping[str, Any]) -> str:

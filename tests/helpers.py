@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Sequence
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map_with_path
+import numpy as np
+from click.testing import Result
+from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model
 
@@ -250,3 +256,66 @@ def weights_after(p, q, accepted):
 def best(logits, drafts):
     """A pick like the greedy rule's, after which the proposal still has its logits."""
     return mx.argmax(logits, axis=-1), None
+
+
+def refused(done: Result, *fragments: str, code: int = 1) -> None:
+    """A command said one error line, with these fragments, and nothing on stdout. Code 2: after how to call it."""
+    assert (done.exit_code, done.stdout) == (code, ""), (done.stdout, done.stderr, done.exception)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
+    assert len(errors) == 1 and (code == 2 or done.stderr == errors[0] + "\n"), done.stderr
+    assert all(fragment in errors[0] for fragment in fragments), done.stderr
+
+
+TRAINING = """
+layers = 1
+rank = 8
+gamma = 3
+taps = [1, 3]
+anchors = 4
+max_length = 32
+accumulate = 2
+save_every = 2
+valid_rows = 2
+"""
+
+
+def thin_target(folder: Path) -> Path:
+    """A random target of six thin layers on disk with the small pair's tokenizer: its forward costs next to nothing."""
+    source = ASSETS / "target"
+    config = {**json.loads((source / "config.json").read_text()), "hidden_size": 32, "intermediate_size": 64,
+              "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    del config["quantization"]
+    model = build_model(**{"kind": config.pop("model_type"), **config})
+    folder.mkdir(parents=True)
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", **config}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, folder)
+    return folder
+
+
+def training_files(folder: Path, settings: str, names: Sequence[str] = ("data",)) -> Path:
+    """A thin target, data sets of random tokens for it, and a train.toml of `TRAINING` and `settings`."""
+    thin_target(folder / "target")
+    rng = np.random.default_rng(0)
+    for name in names:
+        lines = [json.dumps({"ids": rng.integers(2, 4000, rng.integers(20, 41)).tolist()}) for _ in range(30)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    (folder / "train.toml").write_text(TRAINING + settings)
+    return folder
+
+
+def training_arguments(files: Path, out: Path, data: str = "data") -> list[str]:
+    """What the train command takes to train on files of `training_files`."""
+    return ["--model", str(files / "target"), "--data", str(files / f"{data}.jsonl"),
+            "--config", str(files / "train.toml"), "--out", str(out)]
+
+
+def start_training(
+    files: Path, out: Path, *more: str, data: str = "data", environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """The train command in a process of its own, on one thread: sums are in the same order every time."""
+    command = [sys.executable, "-m", "mlx_dspark.train", *training_arguments(files, out, data), *more]
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ASSETS.parents[2]),
+                                          "OPENBLAS_NUM_THREADS": "1", **(environment or {})},
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -17,7 +17,8 @@ import mlx.nn as nn
 import numpy as np
 from emulator import Emulator
 
-from mlx_dspark.bench_kernels import HEADS, Shape
+from mlx_dspark.bench_kernels import Shape
+from mlx_dspark.draft.heads import MARKOV
 from mlx_dspark.kernels import accept, argmax, sample, topk, walk
 from mlx_dspark.kernels.launch import Execute, Kernel, Launch
 from mlx_dspark.kernels.scan import HEADER
@@ -146,7 +147,7 @@ def dense(table: Table) -> mx.array:
 def make_markov(case: Case) -> tuple[nn.Module, nn.Module]:
     """A head with the case's weights, and one with the same numbers in float32, for the reference."""
     shape = Shape(case.vocab, case.rank, case.slots, HIDDEN)
-    head, plain = HEADS[case.head](shape), HEADS[case.head](shape)
+    head, plain = MARKOV[case.head](shape), MARKOV[case.head](shape)
     mixed = next((name for name in ("gate_proj", "joint_proj") if name in head), None)
     names = ["markov_w1", "markov_w2", *([mixed] if mixed else [])]
     for name in names:

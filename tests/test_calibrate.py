@@ -8,11 +8,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from helpers import embedded_pair, golden_pair, pair_of, prompt_of, random_tokens, tiny_model
+from helpers import embedded_pair, golden_pair, pair_of, prompt_of, random_tokens, refused, tiny_model
 
 from mlx_dspark.calibrate import Calibration, Collected, _report, collect, command, fit, labelled
 from mlx_dspark.errors import FormatError
+from mlx_dspark.load import encode_prompt
 from mlx_dspark.record import read_recording
+from mlx_dspark.samples import read_prompts
 from mlx_dspark.schedule.calibration import Rounds, SlotMetrics, fit_temperatures, metrics
 from mlx_dspark.store import pair_key, read_calibration
 from mlx_dspark.structs import Round, Schedule
@@ -211,6 +213,22 @@ def loaded(monkeypatch):
     monkeypatch.setattr("mlx_dspark.calibrate.open_pair", lambda notes, **fields: embedded_pair())
 
 
+def test_data_in_any_spelling(tmp_path):
+    """A file of the target's own answers serves as one of prompts."""
+    path, asked, pair = tmp_path / "p.jsonl", {"role": "user", "content": "import os"}, embedded_pair()
+    lines = [{"prompt": "import os"}, {"turns": ["import os", "import re"]}, {"messages": [asked]},
+             {"conversations": [asked, {"role": "assistant", "content": "x"}]}, {"ids": [5, 6]}]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    assert read_prompts(path, pair) == [*[encode_prompt(pair.tokenizer, "import os")] * 4, [5, 6]]
+
+
+@pytest.mark.parametrize(("line", "fragment"), [('{"ids": [4096]}', "4096"), ('{"text": "a"}', "not an object")])
+def test_a_line_that_is_no_prompt_is_named(loaded, tmp_path, line, fragment):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"ids": [1]}\n' + line)
+    refused(run("--data", path, "--output", tmp_path / "t.json"), f"{path}, line 2", fragment)
+
+
 def test_list_only_prints_the_list_and_nothing_else(loaded, tmp_path):
     done = run("--rounds", 6, "-m", 8, "--list-only", "--output", tmp_path / "deep" / "t.json")
     assert done.exit_code == 0, done.stderr
@@ -232,10 +250,7 @@ def test_a_reliability_diagram_is_drawn(loaded, tmp_path):
     pytest.param(["--record", "none/there.jsonl"], 1, "none/there.jsonl", id="record-cannot-be-written"),
 ])
 def test_errors(args, code, fragment):
-    done = run(*args)
-    assert (done.exit_code, done.stdout) == (code, "")
-    errors = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
-    assert len(errors) == 1 and fragment in errors[0]
+    refused(run(*args), fragment, code=code)
 
 
 # --- the file

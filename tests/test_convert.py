@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from click.testing import CliRunner
-from helpers import GOLDEN, golden_draft, golden_pair, golden_target, pair_of, prompt_of, run, tokens_of
+from helpers import GOLDEN, golden_draft, golden_pair, golden_target, pair_of, prompt_of, refused, run, tokens_of
 from mlx_dspark.convert import open_checkpoint, write
 from mlx_dspark.convert.command import command
 from mlx_dspark.convert.files import read_header, read_headers
@@ -34,12 +34,6 @@ def converted(*arguments):
     result = convert(*arguments)
     assert result.exit_code == 0, result.output
     return result
-
-
-def one_line_error(result, *words):
-    assert result.exit_code == 1 and result.stdout == ""
-    assert result.stderr.startswith("Error: ") and result.stderr.count("\n") == 1, result.stderr
-    assert all(word in result.stderr for word in words), result.stderr
 
 
 def raw(folder):
@@ -143,7 +137,7 @@ def test_quantising_bf16_keeps_bf16_scales(tmp_path):
 
 def test_requantising_is_refused(source, tmp_path):
     converted("--draft", source, "--mlx-path", tmp_path / "a", "-q")
-    one_line_error(convert("--draft", tmp_path / "a", "--mlx-path", tmp_path / "b", "-q"), "quantised already", "-q")
+    refused(convert("--draft", tmp_path / "a", "--mlx-path", tmp_path / "b", "-q"), "quantised already", "-q")
     assert not (tmp_path / "b").exists()
     converted("--draft", tmp_path / "a", "--mlx-path", tmp_path / "c")  # copying it is fine
     assert raw(tmp_path / "a") == raw(tmp_path / "c")
@@ -204,7 +198,7 @@ def test_model_card_and_config_say_where_it_came_from(tmp_path):
 
 def test_an_existing_folder_is_refused(source, tmp_path):
     (tmp_path / "out").mkdir()
-    one_line_error(convert("--draft", source, "--mlx-path", tmp_path / "out"), str(tmp_path / "out"), "exists")
+    refused(convert("--draft", source, "--mlx-path", tmp_path / "out"), str(tmp_path / "out"), "exists")
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -272,30 +266,30 @@ def test_missing_shard_and_stray_file(tmp_path):
     source = write_deepspec_sharded(tmp_path / "s", HEAD)
     shard = source / "model-00002-of-00003.safetensors"
     hidden = shard.rename(tmp_path / "hidden")
-    one_line_error(convert("--draft", source, "--dry-run"), shard.name, "missing")
+    refused(convert("--draft", source, "--dry-run"), shard.name, "missing")
     hidden.rename(shard)
     converted("--draft", source, "--dry-run")
     mx.save_safetensors(str(source / "model-extra.safetensors"), {"x": mx.zeros((1,))})
-    one_line_error(convert("--draft", source, "--dry-run"), "model-extra.safetensors", "stray")
+    refused(convert("--draft", source, "--dry-run"), "model-extra.safetensors", "stray")
 
 
 def test_two_files_without_an_index_must_not_overlap(tmp_path):
     source = write_deepspec(tmp_path, HEAD)
     mx.save_safetensors(str(source / "model-2.safetensors"), {"norm.weight": mx.zeros((HIDDEN,))})
-    one_line_error(convert("--draft", source, "--dry-run"), "norm.weight", "second time")
+    refused(convert("--draft", source, "--dry-run"), "norm.weight", "second time")
 
 
 def test_sources_that_do_not_exist(tmp_path):
-    one_line_error(convert("--draft", tmp_path / "nothing", "--dry-run"), str(tmp_path / "nothing"), "does not exist")
-    one_line_error(convert("--draft", tmp_path, "--dry-run"), "config.json")
+    refused(convert("--draft", tmp_path / "nothing", "--dry-run"), str(tmp_path / "nothing"), "does not exist")
+    refused(convert("--draft", tmp_path, "--dry-run"), "config.json")
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    one_line_error(convert("--draft", tmp_path / "x.gguf", "--dry-run"), "GGUF")
+    refused(convert("--draft", tmp_path / "x.gguf", "--dry-run"), "GGUF")
 
 
 def test_a_target_without_weights_is_named(source, tmp_path):
     (tmp_path / "target").mkdir()
     result = convert("--draft", source, "--target", tmp_path / "target", "--mlx-path", tmp_path / "out")
-    one_line_error(result, str(tmp_path / "target"), "safetensors")
+    refused(result, str(tmp_path / "target"), "safetensors")
     assert not (tmp_path / "out").exists()
 
 

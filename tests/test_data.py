@@ -6,7 +6,7 @@ import shutil
 import mlx.core as mx
 import pytest
 from click.testing import CliRunner, Result
-from helpers import embedded_pair, plain
+from helpers import embedded_pair, plain, refused
 
 from mlx_dspark import data as module
 from mlx_dspark.data import Job, command, read_jobs, regenerate
@@ -279,10 +279,7 @@ def test_a_file_of_another_kind_is_left_alone(text, loaded, prompts, tmp_path):
 ])
 def test_errors(args, code, fragment, loaded, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = run(*args)
-    assert (done.exit_code, done.stdout) == (code, "")
-    errors = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
-    assert len(errors) == 1 and fragment in errors[0], done.stderr
+    refused(run(*args), fragment, code=code)
     assert not list(tmp_path.iterdir())
 
 

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from helpers import GOLDEN, embedded_pair, golden_draft, golden_target, pair_of, plain, tiny_model, tokens_of
+from helpers import GOLDEN, embedded_pair, golden_draft, golden_target, pair_of, plain, refused, tiny_model, tokens_of
 from mlx_lm.utils import load_model
 
 from mlx_dspark import evaluate as module
@@ -22,7 +22,8 @@ from mlx_dspark.samples import PRODUCT, Sample, Samples, Settings, encode, room_
 from mlx_dspark.schedule.calibration import Rounds, metrics, summarise
 from mlx_dspark.target import Target
 
-DRAFTS = sorted(path.parent.name for path in GOLDEN.glob("*/decode.json"))
+# One of each kind: that every golden draft decodes like the reference's is `test_golden`'s.
+DRAFTS = ("qwen3_dspark_vanilla", "gemma4_dspark_rnn", "qwen3_dflash", "gemma4_eagle3")
 GREEDY = Settings(temperature=0.0, max_tokens=48)
 SAMPLED = Settings(max_tokens=12)
 
@@ -86,10 +87,10 @@ def test_the_aggregate_equals_the_reference_s(name):
     assert list(counted.survival) == pytest.approx(row["accept_rates_by_position"], abs=1e-7)
 
 
-@pytest.mark.parametrize("name", ["qwen3_dspark_vanilla", "gemma4_dspark_rnn"])
-def test_thresholds_equal_the_reference_s(name):
-    found = evaluate(golden(name), [prompts_of(name)], GREEDY, (0.5, 0.8))
-    for threshold in (0.5, 0.8):
+@pytest.mark.parametrize("name, thresholds", [("qwen3_dspark_vanilla", (0.5, 0.8)), ("gemma4_dspark_rnn", (0.5,))])
+def test_thresholds_equal_the_reference_s(name, thresholds):
+    found = evaluate(golden(name), [prompts_of(name)], GREEDY, thresholds)
+    for threshold in thresholds:
         counted, runs = acceptance(found.data[0].rounds(threshold), found.gamma), decodes(name, threshold)
         assert counted.rounds == sum(run["verify_count"] for run in runs)
         assert counted.committed == sum(sum(run["acceptance_lengths"]) for run in runs)
@@ -384,10 +385,7 @@ def test_pictures_are_drawn(loaded, tmp_path):
     pytest.param(["--protocol", "product", "--thresholds", "0.5"], 1, "--protocol paper", id="product-thresholds"),
 ])
 def test_errors(args, code, fragment, loaded):
-    done = run(*args)
-    assert (done.exit_code, done.stdout) == (code, "")
-    errors = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
-    assert len(errors) == 1 and fragment in errors[0], done.stderr
+    refused(run(*args), fragment, code=code)
 
 
 def test_a_failed_run_leaves_no_empty_document(loaded, tmp_path):

@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from click.testing import CliRunner, Result
+from helpers import refused
 
 import mlx_dspark
 from mlx_dspark.errors import FormatError, PairError
@@ -606,14 +607,6 @@ def test_usage_errors_exit_2(run, args, fragments):
     assert (result.exit_code, result.stdout) == (2, "")
     assert "Usage: mlx_dspark.generate" in result.stderr and "Traceback" not in result.stderr
     assert all(fragment in result.stderr for fragment in fragments), result.stderr
-
-
-def refused(result: Result, *fragments: str) -> None:
-    """One line on stderr, exit 1, nothing on stdout; the message names the value and a remedy."""
-    assert (result.exit_code, result.stdout) == (1, ""), (result.stdout, result.stderr, result.exception)
-    assert result.stderr.startswith("Error: ") and result.stderr.count("\n") == 1, result.stderr
-    for fragment in fragments:
-        assert fragment in result.stderr, result.stderr
 
 
 TARGET, DRAFT = ASSETS / "target", ASSETS / "draft"

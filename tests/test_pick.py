@@ -127,10 +127,10 @@ def test_what_stops_a_check_is_no_verdict(monkeypatch, on_metal, where):
         with pytest.raises(KeyboardInterrupt):
             pick.pick(op.trial())
     else:
-        def timing(first, second):
+        def timing(works, runs):
             raise RuntimeError("out of memory")
 
-        monkeypatch.setattr(pick, "_time_both", timing)
+        monkeypatch.setattr(pick, "medians", timing)
         choice, execute = pick.pick(op.trial())
         assert execute is None and choice.reason == "it failed on metal: out of memory"
     assert remembered() == []
@@ -310,7 +310,7 @@ def test_kernels_that_fail_are_noted_and_the_reference_runs(monkeypatch, on_meta
     ("rnn", "float16", 64, "rnn (W1 float16, W2 float16, columns 0 on float16)"),
 ])
 def test_the_trials_pass_the_kernels(monkeypatch, on_metal, head, kind, group, name):
-    monkeypatch.setattr(pick, "_time_both", lambda first, second: [1.0, 2.0])
+    monkeypatch.setattr(pick, "medians", lambda works, runs: {"kernel": 1.0, "reference": 2.0})
     monkeypatch.setitem(pick.BACKENDS, "metal", Emulator())
     kernels = chosen(small_head(head, kind, group))
     assert kernels.notes == [] and set(kernels.summary.values()) == {"metal"}
@@ -342,7 +342,7 @@ def liar(name: str, output: int):
     ("accept_tests", 0, "accept_sampled", "accepted run or tokens differ from the reference"),
 ])
 def test_the_trials_find_a_wrong_kernel(monkeypatch, on_metal, kernel, output, op, problem):
-    monkeypatch.setattr(pick, "_time_both", lambda first, second: [1.0, 2.0])
+    monkeypatch.setattr(pick, "medians", lambda works, runs: {"kernel": 1.0, "reference": 2.0})
     monkeypatch.setitem(pick.BACKENDS, "metal", liar(kernel, output))
     kernels = chosen(small_head())
     assert {choice.op: choice.failed for choice in kernels.choices if choice.failed} == {op: True}
@@ -387,7 +387,7 @@ class Counting(Emulator):
 def with_kernels(monkeypatch, on_metal):
     """The embedded pair, its kernels run by an emulator, and that emulator."""
     executor = Counting()
-    monkeypatch.setattr(pick, "_time_both", lambda first, second: [1.0, 2.0])
+    monkeypatch.setattr(pick, "medians", lambda works, runs: {"kernel": 1.0, "reference": 2.0})
     monkeypatch.setitem(pick.BACKENDS, "metal", executor)
     pair = load()
     executor.ran.clear()
@@ -502,7 +502,8 @@ def test_bounds_are_for_the_cpu_where_nothing_else_is_wished(monkeypatch, cheap,
 def test_the_embedded_pair_writes_the_same_by_candidates(cheap):
     candidates.prepare(embedded_pair().draft)
     pair, prompt = load(), prompt_of("embedded", 40)
-    assert pair.facts["kernels"]["walk_greedy"] == "candidates" and pair.draft.certified_share is None
+    assert pair.facts["kernels"] == {"walk_greedy": "candidates", "others": "reference"}
+    assert pair.draft.certified_share is None
     mine, theirs = (generate(p, prompt, max_tokens=40, policy="fixed") for p in (pair, embedded_pair()))
     assert mine.ids == theirs.ids
     share = mine.stats.facts["certified_share"]

@@ -16,13 +16,13 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 from mlx_dspark.draft import BlockDraft, DraftSpec
 from mlx_dspark.draft.spec import RopeSpec
 from mlx_dspark.kernels.accept import leading_run
+from mlx_dspark.kernels.softmax import log_softmax
 from mlx_dspark.sampling import (
     COLDEST,
     ArgmaxPick,
     GreedyRule,
     GumbelPick,
     SampledRule,
-    log_softmax,
     make_rule,
     make_shape,
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from helpers import refused
 
 from mlx_dspark.errors import FormatError
 from mlx_dspark.record import judged, read_recording
@@ -33,13 +34,6 @@ def output(*args) -> str:
 
 def entries(*args) -> list[dict]:
     return json.loads(output(*args, "--json"))
-
-
-def error_line(done: Result, code: int = 1) -> str:
-    assert (done.exit_code, done.stdout) == (code, ""), done.output
-    lines = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
-    assert len(lines) == 1 and (code == 2 or len(done.stderr.splitlines()) == 1), done.stderr
-    return lines[0]
 
 
 def recorded(accepted: int, drafts: int = 4, confidences: list | None = None, tokens: int | None = None,
@@ -110,14 +104,13 @@ def test_a_stored_curve_keeps_its_own_draft(tmp_path):
 def test_damaged_curves_are_one_line(text, tmp_path):
     path = tmp_path / "curve.json"
     path.write_text(text, encoding="utf-8")
-    line = error_line(run("--curve", path))
-    assert str(path) in line and "mlx_dspark.profile" in line
+    refused(run("--curve", path), str(path), "mlx_dspark.profile")
 
 
 def test_a_curve_of_one_row_cannot_be_used(tmp_path):
     path = tmp_path / "curve.json"
     path.write_text('{"rows": {"1": 1.0}}', encoding="utf-8")
-    assert "one row only" in error_line(run("--curve", path))
+    refused(run("--curve", path), "one row only")
 
 
 # --- made-up content
@@ -244,8 +237,7 @@ def test_temperatures_reach_the_policies(record, tmp_path):
 def test_damaged_records_name_the_line(line, record):
     path = record(recorded(1))
     path.write_text(path.read_text() + line, encoding="utf-8")
-    message = error_line(run(path))
-    assert f"{path}, line 5" in message and "record it again" in message
+    refused(run(path), f"{path}, line 5", "record it again")
 
 
 @pytest.mark.parametrize("rounds", [
@@ -273,14 +265,13 @@ def test_a_record_without_confidences_cannot_be_replayed(rounds, record):
     pytest.param(["--plot", "picture.pdf"], 1, ["picture.pdf", ".svg"], id="ending-of-the-plot"),
 ])
 def test_errors(args, code, fragments):
-    line = error_line(run(*args), code)
-    assert all(fragment in line for fragment in fragments), line
+    refused(run(*args), *fragments, code=code)
 
 
 def test_a_plot_without_matplotlib_is_refused_before_any_work(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "pip install matplotlib" in error_line(run("--plot", tmp_path / "a.png", "--rounds", 10**9))
+    refused(run("--plot", tmp_path / "a.png", "--rounds", 10**9), "pip install matplotlib")
 
 
 def test_a_plot_is_written(tmp_path):

@@ -81,6 +81,16 @@ def gradients(draft, loss):
     return {file_name(draft.spec, name): grad for name, grad in tree_flatten(grads)}
 
 
+def close_gradients(found, known, golden):
+    """The norm of every gradient, and those that the fixtures hold in full."""
+    assert found.keys() == known["grad_norm_per_parameter"].keys()
+    for parameter, norm in known["grad_norm_per_parameter"].items():
+        close(mx.linalg.norm(found[parameter].flatten()), norm, parameter, 1e-5, 1e-3)
+    for tensor in golden:
+        if tensor.startswith("grad."):
+            close(found[tensor[5:]], golden[tensor], tensor, 1e-5, 1e-3)
+
+
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_of_a_batch(name):
     draft, golden = trainable(name), fixture(f"{name}.safetensors")
@@ -138,12 +148,7 @@ def test_gradients(name, chunk):
     weights = weights_of(known["loss_configs"][known["gradient_loss_config"]]["config"])
     batch = recorded(name, draft)
     found = gradients(draft, lambda model: block_loss(model, batch, weights, chunk)[0])
-    assert found.keys() == known["grad_norm_per_parameter"].keys()
-    for parameter, norm in known["grad_norm_per_parameter"].items():
-        close(mx.linalg.norm(found[parameter].flatten()), norm, parameter, 1e-5, 1e-3)
-    for tensor in golden:
-        if tensor.startswith("grad."):
-            close(found[tensor[5:]], golden[tensor], tensor, 1e-5, 1e-3)
+    close_gradients(found, known, golden)
     total = np.sqrt(sum(float((grad * grad).sum()) for grad in found.values()))
     close(total, known["grad_norm_total"], "total norm", relative=1e-4)
 
@@ -214,9 +219,4 @@ def test_eagle3_gradients(name, chunk):
     draft, golden, known = trainable(name), fixture(f"{name}.safetensors"), fixture(f"{name}.json")
     batch = eagle_batch(name, draft)
     found = gradients(draft, lambda model: eagle3_loss(model, batch, chunk=chunk)[0])
-    assert found.keys() == known["grad_norm_per_parameter"].keys()
-    for parameter, norm in known["grad_norm_per_parameter"].items():
-        close(mx.linalg.norm(found[parameter].flatten()), norm, parameter, 1e-5, 1e-3)
-    for tensor in golden:
-        if tensor.startswith("grad."):
-            close(found[tensor[5:]], golden[tensor], tensor, 1e-5, 1e-3)
+    close_gradients(found, known, golden)

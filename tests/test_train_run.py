@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from helpers import GOLDEN, build_model, embedded_pair
+from helpers import GOLDEN, build_model, embedded_pair, thin_target
 from mlx.utils import tree_flatten
 from mlx_dspark.convert.checkpoint import open_checkpoint
 
@@ -32,8 +32,18 @@ def text(tmp_path):
     return path
 
 
-def run_of(text, **changes):
-    return make_run(None, None, (text,), TrainConfig(**{**TINY, **changes}), Notes())
+@pytest.fixture(scope="module")
+def thin(tmp_path_factory):
+    return thin_target(tmp_path_factory.mktemp("thin") / "target")
+
+
+@pytest.fixture
+def run_of(thin, text):
+    """A run of settings that differ from `TINY`, by default for the thin target."""
+    def made(model=thin, **changes):
+        return make_run(str(model), None, (text,), TrainConfig(**{**TINY, **changes}), Notes())
+
+    return made
 
 
 def test_taps_are_spread_as_in_the_released_drafts():
@@ -117,13 +127,13 @@ def test_a_head_that_is_not_the_last_matrix_is_refused():
         check_head(draft, target, mx.array([[1, 2, 3]]), spec.taps)
 
 
-def test_training_lowers_the_loss_and_the_draft_loads(text, tmp_path):
-    trainer = Trainer(run_of(text, steps=12, valid_every=6), tmp_path / "draft", False)
+def test_training_lowers_the_loss_and_the_draft_loads(run_of, tmp_path):
+    trainer = Trainer(run_of(ASSETS / "target", steps=8, valid_every=4), tmp_path / "draft", False)
     reports = list(trainer.reports())
     held_out = [report.loss for report in reports if isinstance(report, Validation)]
-    assert len(reports) == 12 + 3 and held_out[-1] < held_out[0] - 0.5
+    assert len(reports) == 8 + 3 and held_out[-1] < held_out[0] - 0.5
     drawn = panels(tmp_path / "draft")
-    assert len(drawn["loss"]["training"]) == 12 and [x for x, _ in drawn["loss"]["held out"]] == [0, 6, 12]
+    assert len(drawn["loss"]["training"]) == 8 and [x for x, _ in drawn["loss"]["held out"]] == [0, 4, 8]
     pair = load(draft=tmp_path / "draft")
     assert pair.draft.gamma == 3 and pair.draft.taps == (1, 3) and pair.draft.has_confidence
     masters = dict(tree_flatten(trainer.state.masters))
@@ -134,24 +144,24 @@ def test_training_lowers_the_loss_and_the_draft_loads(text, tmp_path):
     {"kind": "dflash"}, {"kind": "eagle3", "taps": (0, 1, 2, 3, 4)}, {"head": "rnn"}, {"head": "none"},
     {"dtype": "bfloat16"}, {"accumulate": 2, "batch": 1}, {"columns": 64},
 ], ids=["dflash", "eagle3", "rnn", "none", "bfloat16", "accumulate", "columns"])
-def test_every_kind_trains(text, tmp_path, changes):
-    trainer = Trainer(run_of(text, steps=4, lr=5e-4, valid_every=0, **changes), tmp_path / "draft", False)
+def test_every_kind_trains(thin, run_of, tmp_path, changes):
+    trainer = Trainer(run_of(steps=4, lr=5e-4, valid_every=0, **changes), tmp_path / "draft", False)
     losses = [report.loss for report in trainer.reports() if not isinstance(report, Validation)]
     assert losses[-1] < losses[0] and all(map(math.isfinite, losses))
-    assert load(draft=tmp_path / "draft").draft.gamma == 3
+    assert load(thin, tmp_path / "draft").draft.gamma == 3
 
 
-def test_accumulated_micro_batches_are_their_mean(text, tmp_path):
+def test_accumulated_micro_batches_are_their_mean(run_of, tmp_path):
     """Each micro-batch has its own divisor, as in DeepSeek's runs."""
-    run = run_of(text, batch=1, accumulate=2, steps=1, valid_every=0)
+    run = run_of(batch=1, accumulate=2, steps=1, valid_every=0)
     trainer = Trainer(run, tmp_path / "draft", False)
     parts = [trainer._micro(micro, rows)[0].item() for micro, rows in enumerate(trainer._rows())]
     assert next(trainer.reports()).loss == pytest.approx(sum(parts), rel=1e-6)
 
 
 @pytest.mark.parametrize("changes", [{}, {"kind": "eagle3", "taps": (0, 1, 2, 3, 4)}], ids=["dspark", "eagle3"])
-def test_what_is_logged_adds_up_to_the_loss(text, tmp_path, changes):
-    trainer = Trainer(run_of(text, batch=2, accumulate=3, steps=1, valid_every=0, **changes), tmp_path / "draft", False)
+def test_what_is_logged_adds_up_to_the_loss(run_of, tmp_path, changes):
+    trainer = Trainer(run_of(batch=2, accumulate=3, steps=1, valid_every=0, **changes), tmp_path / "draft", False)
     report = next(trainer.reports())
     if trainer.run.settings.kind == "eagle3":  # its micro-batches are of one size
         assert report.sums.loss(trainer.run.task.loss_weights) == pytest.approx(report.loss, rel=1e-5)
@@ -159,9 +169,9 @@ def test_what_is_logged_adds_up_to_the_loss(text, tmp_path, changes):
         assert report.sums.loss(trainer.run.task.loss_weights) == pytest.approx(report.loss, rel=1e-2)
 
 
-def test_a_step_that_is_broken_off_leaves_nothing(text, tmp_path, monkeypatch):
+def test_a_step_that_is_broken_off_leaves_nothing(run_of, tmp_path, monkeypatch):
     """An interrupt at the worst moment: all is computed, nothing is kept yet."""
-    trainer = Trainer(run_of(text, valid_every=0), tmp_path / "draft", False)
+    trainer = Trainer(run_of(valid_every=0), tmp_path / "draft", False)
     reports = trainer.reports()
     next(reports)
     before = dict(tree_flatten((trainer.state.masters, trainer.state.moments)))
@@ -178,8 +188,8 @@ def test_a_step_that_is_broken_off_leaves_nothing(text, tmp_path, monkeypatch):
         np.testing.assert_array_equal(array, copies[name], name)
 
 
-def test_full_memory_is_one_line(text, tmp_path, monkeypatch):
-    trainer = Trainer(run_of(text, valid_every=0), tmp_path / "draft", False)
+def test_full_memory_is_one_line(run_of, tmp_path, monkeypatch):
+    trainer = Trainer(run_of(valid_every=0), tmp_path / "draft", False)
 
     def full(chosen):
         raise RuntimeError("[malloc] Unable to allocate 9 bytes.")
@@ -189,24 +199,24 @@ def test_full_memory_is_one_line(text, tmp_path, monkeypatch):
         next(trainer.reports())
 
 
-def test_nan_stops_with_step_and_sequences(text, tmp_path):
-    run = run_of(text, valid_every=0)
+def test_nan_stops_with_step_and_sequences(run_of, tmp_path):
+    run = run_of(valid_every=0)
     trainer = Trainer(run, tmp_path / "draft", False)
     reports = trainer.reports()
     for _ in range(4):
         next(reports)
     before = trainer.state
-    trainer.state.masters["backbone"]["norm"]["weight"] = mx.full((256,), mx.nan)
+    trainer.state.masters["backbone"]["norm"]["weight"] = mx.full((32,), mx.nan)
     with pytest.raises(ValueError, match=r"step 4: loss nan.*on \S+text.txt: train again.*lower --lr.*checkpoint"):
         next(reports)
     assert trainer.state is before
     assert mx.isfinite(read_draft(tmp_path / "draft").backbone.norm.weight).all()
 
 
-def test_a_full_disk_is_one_line(text, tmp_path, monkeypatch):
+def test_a_full_disk_is_one_line(run_of, tmp_path, monkeypatch):
     from mlx_dspark.train import checkpoint
 
-    trainer = Trainer(run_of(text, valid_every=0), tmp_path / "draft", False)
+    trainer = Trainer(run_of(valid_every=0), tmp_path / "draft", False)
     reports = trainer.reports()
     for _ in range(4):
         next(reports)
@@ -220,14 +230,14 @@ def test_a_full_disk_is_one_line(text, tmp_path, monkeypatch):
         list(reports)
 
 
-def test_too_little_data(text, tmp_path):
+def test_too_little_data(run_of, tmp_path):
     with pytest.raises(ValueError, match="gives 17 sequences to train on, a step takes batch 500"):
-        Trainer(run_of(text, batch=500), tmp_path / "draft", False)
+        Trainer(run_of(batch=500), tmp_path / "draft", False)
 
 
-def test_a_folder_that_holds_a_model_is_left_alone(text):
+def test_a_folder_that_holds_a_model_is_left_alone(run_of):
     with pytest.raises(FormatError, match="holds a model"):
-        Trainer(run_of(text), ASSETS / "draft", False)
+        Trainer(run_of(), ASSETS / "draft", False)
 
 
 @pytest.mark.parametrize(("options", "code", "problem"), [

@@ -190,9 +190,9 @@ class ConfidenceHead(nn.Module):
         return self.proj(hidden)[..., 0].astype(mx.float32)
 
 
-_MARKOV = {"vanilla": VanillaMarkov, "gated": GatedMarkov, "rnn": RnnMarkov}
+MARKOV = {"vanilla": VanillaMarkov, "gated": GatedMarkov, "rnn": RnnMarkov}
 
 
 def make_markov(spec: DraftSpec) -> Trainable:
     """The Markov head that a spec names."""
-    return NoMarkov() if spec.markov == "none" else _MARKOV[spec.markov](spec)
+    return NoMarkov() if spec.markov == "none" else MARKOV[spec.markov](spec)

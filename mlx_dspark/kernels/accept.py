@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .argmax import numbers
+from .argmax import best, numbers
 from .launch import Execute, Kernel, Launch
 from .sample import noise
 from .scan import HEADER
@@ -28,7 +28,7 @@ def greedy_reference(drafts: mx.array, logits: mx.array) -> tuple[mx.array, mx.a
 
     Returns accepted int32 [B] and the argmax of every row, int32 [B, N + 1].
     """
-    tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
+    tokens = best(logits)
     return leading_run(drafts == tokens[:, :-1]), tokens
 
 

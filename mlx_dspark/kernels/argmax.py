@@ -24,8 +24,13 @@ def reference(base: mx.array, latent: mx.array, w2: Table) -> tuple[mx.array, mx
     The lowest of equal tokens wins.
     """
     corrected = correct(base, latent, w2)
-    token = mx.argmax(corrected, axis=-1)  # [B]
-    return token.astype(mx.int32), mx.take_along_axis(corrected, token[:, None], axis=-1)[:, 0]
+    token = best(corrected)  # [B]
+    return token, mx.take_along_axis(corrected, token[:, None], axis=-1)[:, 0]
+
+
+def best(logits: mx.array) -> mx.array:
+    """The best token of logits [..., V], the lowest of equals: int32 [...]."""
+    return mx.argmax(logits, axis=-1).astype(mx.int32)
 
 
 def correct(base: mx.array, latent: mx.array, w2: Table) -> mx.array:

@@ -11,8 +11,9 @@ import contextlib
 import hashlib
 import json
 import os
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ VARIABLE = "MLX_DSPARK_KERNELS"
 TRYING = "trying"  # the process that is checking a kernel, in the file that stands meanwhile
 RUNS = 7  # timed calls of kernel and reference, alternating; the medians are compared
 BACKENDS: dict[str, Execute] = {"metal": on_metal, "cuda": on_cuda}
+Work = Callable[[], Sequence[mx.array]]  # something to time: lazily computed outputs
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Trial:
     op: str
     shape: str
     kernel: Callable[[Execute], Sequence[mx.array]]
-    reference: Callable[[], Sequence[mx.array]]
+    reference: Work
     problem: Callable[[Sequence[mx.array]], str | None]
     unsupported: str | None = None
 
@@ -159,25 +161,25 @@ def check(trial: Trial, name: str, execute: Execute) -> Choice:
         problem = trial.problem(outputs)
         if problem is not None:
             return replace(choice, reason=f"it is wrong on {name}: {problem}", failed=True)
-        mine, plain = _time_both(lambda: trial.kernel(execute), trial.reference)
+        seconds = medians({"kernel": lambda: trial.kernel(execute), "reference": trial.reference}, RUNS)
     except Exception as error:  # a kernel compiler may raise anything
         return replace(choice, reason=f"it failed on {name}: {first_line(error)}", failed=True, raised=True)
-    choice = replace(choice, kernel_seconds=mine, reference_seconds=plain)
-    if mine > plain:
+    choice = replace(choice, kernel_seconds=seconds["kernel"], reference_seconds=seconds["reference"])
+    if seconds["kernel"] > seconds["reference"]:
         return replace(choice, reason=f"it is slower on {name}")
     return replace(choice, backend=name, reason="equal and not slower")
 
 
-def _time_both(first: Callable[[], Sequence[mx.array]], second: Callable[[], Sequence[mx.array]]) -> list[float]:
-    """Median seconds of each, measured in turns."""
-    seconds: list[list[float]] = [[], []]
-    for run in range(RUNS + 1):
-        for kept, function in zip(seconds, (first, second), strict=True):
+def medians(works: Mapping[str, Work], runs: int) -> dict[str, float]:
+    """Median seconds of `runs` calls of each, in turns: a slow moment of the machine hits all of them."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for run in range(runs + 1):
+        for name, work in works.items():
             since = time.perf_counter()
-            mx.eval(*function())
-            if run:  # the first call compiles
-                kept.append(time.perf_counter() - since)
-    return [sorted(kept)[RUNS // 2] for kept in seconds]
+            mx.eval(*work())
+            if run:  # the first call compiles and pages in
+                seconds[name].append(time.perf_counter() - since)
+    return {name: statistics.median(kept) for name, kept in seconds.items()}
 
 
 def remembered() -> list[Choice]:

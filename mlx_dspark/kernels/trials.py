@@ -6,15 +6,17 @@ rounding. Each slot is judged on its own, after the token that the kernel itself
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
 from . import accept, sample, walk
+from .argmax import best
 from .launch import Execute
 from .pick import Choice, Kernels, Trial, backend, pick
+from .softmax import log_softmax
 from .table import Table
 from .walk import Chain
 
@@ -78,10 +80,10 @@ def accept_trials(size: int, gamma: int, dtype: mx.Dtype) -> list[Trial]:
     """Greedy and sampled accept test of one block of gamma drafts."""
     keys = mx.random.split(mx.random.key(5), 4)
     logits = (4 * mx.random.normal((1, gamma + 1, size), key=keys[0])).astype(dtype)
-    best = mx.argmax(logits, axis=-1).astype(mx.int32)
-    drafts = mx.where(mx.arange(gamma) < gamma - 1, best[:, :gamma], (best[:, :gamma] + 1) % size)
-    log_p = _log_softmax(logits)
-    log_q = _log_softmax(logits[:, :gamma].astype(mx.float32) + 0.1 * mx.random.normal((1, gamma, size), key=keys[1]))
+    right = best(logits)[:, :gamma]
+    drafts = mx.where(mx.arange(gamma) < gamma - 1, right, (right + 1) % size)
+    log_p = log_softmax(logits)
+    log_q = log_softmax(logits[:, :gamma].astype(mx.float32) + 0.1 * mx.random.normal((1, gamma, size), key=keys[1]))
     uniforms, after = mx.random.uniform(shape=drafts.shape, key=keys[2]), keys[3][None]
     scale, shape = mx.array([1.0], dtype=mx.float32), f"V {size}, N {gamma}, {_name(dtype)}"
 
@@ -93,7 +95,7 @@ def accept_trials(size: int, gamma: int, dtype: mx.Dtype) -> list[Trial]:
         return accept.greedy_reference(drafts, logits)
 
     def sampled() -> Sequence[mx.array]:
-        return accept.sampled_reference(drafts, log_q, _log_softmax(logits), uniforms, after)
+        return accept.sampled_reference(drafts, log_q, log_softmax(logits), uniforms, after)
 
     return [
         Trial("accept_greedy", shape, lambda execute: accept.run_greedy(execute, drafts, logits), greedy,
@@ -113,26 +115,16 @@ class _Walk:
         self.keys, self.scale = keys, scale
 
     def greedy(self) -> list[mx.array]:
-        tokens: list[mx.array] = []
-
-        def choose(corrected: mx.array) -> mx.array:
-            tokens.append(mx.argmax(corrected, axis=-1))
-            return tokens[-1]
-
-        self._walk(choose)
-        return [mx.stack(tokens, axis=1)]
+        return [self._walk(best)]
 
     def sampled(self) -> list[mx.array]:
-        tokens: list[mx.array] = []
         kept: list[mx.array] = []
 
         def choose(corrected: mx.array) -> mx.array:
             kept.append(corrected.astype(mx.float32))
-            tokens.append(sample.draw(kept[-1], self.keys[:, len(tokens)], self.scale))
-            return tokens[-1]
+            return sample.draw(kept[-1], self.keys[:, len(kept) - 1], self.scale)
 
-        self._walk(choose)
-        return [mx.stack(tokens, axis=1), mx.stack(kept, axis=1)]
+        return [self._walk(choose), mx.stack(kept, axis=1)]
 
     def greedy_problem(self, outputs: Sequence[mx.array]) -> str | None:
         corrected = self._corrected(outputs[0])
@@ -167,10 +159,9 @@ class _Walk:
         self._walk(choose)
         return mx.stack(kept, axis=1)
 
-    def _walk(self, choose: Any) -> None:
-        size = self.base.shape[-1]
-        walk.reference(self.markov.step, self.base, self.projected, self.anchor, self.markov.start(len(self.anchor)),
-                       lambda corrected: choose(corrected[:, :size]))
+    def _walk(self, choose: Callable[[mx.array], mx.array]) -> mx.array:
+        state = self.markov.start(len(self.anchor))
+        return mx.stack(walk.reference(self.markov.step, self.base, self.projected, self.anchor, state, choose), axis=1)
 
 
 def _short_of_the_best(tokens: mx.array, scores: mx.array, allowed: float) -> str | None:
@@ -178,11 +169,6 @@ def _short_of_the_best(tokens: mx.array, scores: mx.array, allowed: float) -> st
     short = scores.max(axis=-1) - chosen  # [1, N]
     wrong = [slot for slot, gap in enumerate(short[0].tolist(), start=1) if not gap <= 2 * allowed]
     return f"slot {wrong[0]} took a token that is not the best" if wrong else None
-
-
-def _log_softmax(logits: mx.array) -> mx.array:
-    logits = logits.astype(mx.float32)
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def _kind(chain: Chain) -> str:

@@ -72,16 +72,17 @@ class Chain:
 def reference(
     step: Step, base: mx.array, projected: mx.array | None, anchor: mx.array, state: mx.array | None,
     choose: Callable[[mx.array], mx.array],
-) -> None:
-    """Let `choose` take a token from the corrected logits [B, V] of each slot, left to right.
+) -> list[mx.array]:
+    """Let `choose` take a token from the corrected logits [B, V] of each slot, left to right; those tokens [B].
 
     base [B, N, V], projected [B, N, J] (what the head makes of the hidden states), anchor [B].
     """
-    token = anchor
+    tokens = [anchor]
     for slot in range(base.shape[1]):
         here = None if projected is None else projected[:, slot]
-        corrected, state = step(token, here, base[:, slot], state)
-        token = choose(corrected)
+        corrected, state = step(tokens[-1], here, base[:, slot], state)
+        tokens.append(choose(corrected))
+    return tokens[1:]
 
 
 def run_greedy(

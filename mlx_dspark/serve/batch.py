@@ -20,7 +20,7 @@ from ..schedule import Policy
 from ..schedule.batch import BatchPolicy
 from ..schedule.lines import Line, Plan
 from ..structs import Round, Schedule
-from .packed import PACKED, forward_many
+from .packed import forward_many
 from .prefix import Hit
 
 
@@ -73,13 +73,12 @@ class Landed:
 class Batch:
     """The members that are past their prefill, and the rounds in flight.
 
-    rectangular: this target can run in that layout.
+    The policy must only plan layouts that the target can run.
     """
 
-    def __init__(self, pair: Pair, policy: BatchPolicy, rectangular: bool):
+    def __init__(self, pair: Pair, policy: BatchPolicy):
         self.pair, self.policy = pair, policy
         self.members: dict[int, Member] = {}
-        self.rectangular = rectangular
         self.taps = () if pair.draft is None or policy.name == "plain" else pair.draft.taps
         self.generated = 0
         self._flying: list[Departure] = []
@@ -181,8 +180,7 @@ def verify(batch: Batch, members: Sequence[Member], flights: Sequence[Flight], p
     for member, flight in zip(members, flights, strict=True):
         admit(member.run, flight, plan.schedule(member.number))
     caches = [member.run.cache for member in members]
-    layout = plan.layout if batch.rectangular else PACKED
-    verified = forward_many(batch.pair.target, [flight.inputs for flight in flights], caches, batch.taps, layout)
+    verified = forward_many(batch.pair.target, [flight.inputs for flight in flights], caches, batch.taps, plan.layout)
     for member, flight, own in zip(members, flights, verified, strict=True):
         judge(member.run, flight, own)
 

@@ -11,13 +11,14 @@ import itertools
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
 from ..decode import DecodeOptions, Run
+from ..draft import Resumable
 from ..errors import CacheError, first_line
 from ..generate import Answer, Chunk, decode_options, prompt_ids, token_limit
 from ..load import Pair
@@ -26,7 +27,7 @@ from ..scheduling import batch_policy_for, policy_for
 from ..structs import KVOptions
 from .batch import Batch, Follows, Member
 from .memory import Footprint, default_limit, footprint
-from .packed import PACKED, RECTANGULAR, can_be_rectangular, check_sharing
+from .packed import LAYOUTS, PACKED, can_be_rectangular, check_sharing
 from .prefix import PrefixCache
 from .request import Deliver, EngineBusy, EngineClosed, EngineError, Event, Request, Stream
 
@@ -65,8 +66,8 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} is {value}: give at least {least}")
-        if self.layout not in (None, PACKED, RECTANGULAR):
-            raise ValueError(f"layout is {self.layout!r}: give packed or rectangular, or leave it out")
+        if self.layout is not None and self.layout not in LAYOUTS:
+            raise ValueError(f"layout is {self.layout!r}: give {' or '.join(LAYOUTS)}, or leave it out")
 
 
 @dataclass(frozen=True)
@@ -132,15 +133,14 @@ class Engine:
         self, pair: Pair, options: EngineOptions = EngineOptions(), say: Callable[[str], None] = lambda text: None
     ):
         check_sharing(pair.target, options.kv)
-        if options.layout == RECTANGULAR and not _rectangular(pair, options.kv):
-            raise CacheError("this model's caches are windows or quantised: use --layout packed")
         self.pair, self.options = pair, options
-        policy = batch_policy_for(pair, options.policy, options.max_requests, options.layout, options.profile, say)
-        self._batch = Batch(pair, policy, _rectangular(pair, options.kv))
+        policy = batch_policy_for(pair, options.policy, options.max_requests, self._layouts(), options.profile, say)
+        self._batch = Batch(pair, policy)
         self._footprint: Footprint = footprint(pair, options.kv)
         self.kv_limit = options.kv_bytes or default_limit()
         kept = int(PREFIX_SHARE * self.kv_limit) if options.prefix_bytes is None else options.prefix_bytes
-        self._prefix = PrefixCache(pair.draft, kept)
+        draft = None if policy.name == "plain" else pair.draft
+        self._prefix = PrefixCache(draft, kept if draft is None or isinstance(draft, Resumable) else 0)
         self._wake = threading.Condition()
         self._numbers = itertools.count(1)
         self._waiting: deque[_Job] = deque()
@@ -205,6 +205,15 @@ class Engine:
 
     def __exit__(self, *error: Any) -> None:
         self.close()
+
+    def _layouts(self) -> Sequence[str]:
+        """The layouts that may be used, the only one where one was asked for."""
+        pair, kv, wanted = self.pair, self.options.kv, self.options.layout
+        able = LAYOUTS if kv.bits is None and can_be_rectangular([pair.target.start(kv)]) else (PACKED,)
+        if wanted is not None and wanted not in able:
+            raise CacheError(f"{pair.target.name} has caches that cannot lie side by side (windows, or --kv-bits): use "
+                             f"the layout {PACKED}")
+        return able if wanted is None else (wanted,)
 
     def _cancel(self, number: int) -> None:
         with self._wake:
@@ -327,9 +336,9 @@ class Engine:
         with self._wake:
             del self._jobs[job.number]
         self._batch.leave(job.number)
+        self._tell(job, job.answer.end(finish))
         run = job.member.run
         self._prefix.store(job.ids, run.cache, None if run.draft is None else run.context)
-        self._tell(job, job.answer.end(finish))
 
     def _tell(self, job: _Job, chunk: Chunk) -> None:
         if chunk.finish_reason is not None:
@@ -384,7 +393,3 @@ class _Counter:
         if not recent:
             return 0.0
         return sum(tokens for _, tokens in recent) / max(now - recent[0][0], 1e-3)
-
-
-def _rectangular(pair: Pair, kv: KVOptions) -> bool:
-    return kv.bits is None and can_be_rectangular([pair.target.start(kv)])

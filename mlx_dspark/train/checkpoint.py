@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..errors import FormatError
-from .folder import replace_file
+from ..store import replace_file
 
 STATE = "training_state.safetensors"
 SETTINGS = "train.toml"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..store import replace_file
 from .losses import LossWeights, Sums
 
 CURVE = ("step", "loss", "ce", "tv", "confidence", "tau", "norm", "lr", "tokens", "seconds")
@@ -53,10 +55,9 @@ class Table:
             with path.open(newline="", encoding="utf-8") as file:
                 whole = [row for row in list(csv.reader(file))[1:] if len(row) == len(names) and row[0].isdigit()]
             kept = [row for row in whole if int(row[0]) < steps]
-        partial = path.with_name(f".{path.name}.partial")
-        with partial.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([list(names), *kept])
-        partial.replace(path)
+        text = io.StringIO(newline="")
+        csv.writer(text).writerows([list(names), *kept])
+        replace_file(path, lambda file: file.write(text.getvalue().encode()))
 
     def add(self, row: Sequence[object]) -> None:
         """Append one row."""

@@ -19,9 +19,9 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import FormatError
+from ..store import replace_file
 from .data import Corpus
 from .features import Features
-from .folder import replace_file
 
 INDEX = "index.json"
 SHARD_BYTES = 2**30
