@@ -1,5 +1,7 @@
 """Many requests at once: every answer is the one the request gets alone, whatever happens to the others."""
 
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -15,7 +17,7 @@ from mlx_dspark.schedule import CostCurve
 from mlx_dspark.serve import Engine, EngineBusy, EngineClosed, EngineError, EngineOptions, Request, engine
 from mlx_dspark.structs import KVOptions, Sampling
 
-CURVE = CostCurve({n: 1 + 0.1 * n for n in range(1, 9)}, draft={n: 0.3 for n in range(1, 8)})
+CURVE = CostCurve({n: 1 + 0.1 * n for n in range(1, 9)}, draft=dict.fromkeys(range(1, 8), 0.3))
 TEXT = prompt_of("golden", 120)
 PROMPTS = [TEXT[:5], TEXT[10:50], TEXT[3:20], TEXT[60:61], TEXT[30:63]]
 COUNT = 30
@@ -346,7 +348,7 @@ def test_the_metrics_add_up(pair):
     assert metrics.rows == metrics.drafts + metrics.rounds
     assert metrics.tau == (metrics.tokens - 5) / metrics.rounds
     assert (metrics.active, metrics.waiting, metrics.requests, metrics.finished) == (0, 0, 5, {"length": 5})
-    assert 0 < metrics.tokens_per_second and metrics.kv_bytes == 0
+    assert metrics.tokens_per_second > 0 and metrics.kv_bytes == 0
 
 
 @pytest.mark.parametrize(("field", "value"), [
@@ -386,3 +388,13 @@ def test_the_rest_of_the_context_can_be_asked_for(pair):
     prompt = tuple((TEXT * 100)[: context - 3])
     [(_, ids, _, reason)] = serve(pair, [Request(prompt, -1)], policy="fixed", prefill_step=512)
     assert (len(ids), reason) == (3, "length")
+
+
+def test_a_process_that_served_ends_cleanly():
+    """mlx aborts at exit if a thread left its streams behind."""
+    script = ("from mlx_dspark import load; "
+              "from mlx_dspark.serve import Engine, EngineOptions, Request\n"
+              "with Engine(load(), EngineOptions(policy='fixed')) as engine:\n"
+              "    print(sum(len(chunk.ids) for chunk in engine.submit(Request((5, 6, 7), 4))))")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "4\n", "")

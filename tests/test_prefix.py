@@ -21,6 +21,7 @@ from mlx_dspark.target import Target
 
 HERE = prompt_of("golden", 60)
 PLENTY = 10**9
+FULL = KVOptions()
 
 
 def make_pair(name):
@@ -42,7 +43,7 @@ class Warm:
     state: object
 
 
-def run(pair, tokens, warm=None, kv=KVOptions(), behind=0):
+def run(pair, tokens, warm=None, kv=FULL, behind=0):
     """Feed `tokens`, those from `behind` on, in rows of at most 7; then a proposal after anchor 3."""
     cache = pair.target.start(kv) if warm is None else warm.cache
     state = None if pair.draft is None else pair.draft.start() if warm is None else warm.state
@@ -59,7 +60,7 @@ def run(pair, tokens, warm=None, kv=KVOptions(), behind=0):
     return Warm(cache, state), logits, proposal
 
 
-def agree(pair, prompt, hit, kv=KVOptions()):
+def agree(pair, prompt, hit, kv=FULL):
     """A run behind a hit gives the logits and the proposal of a cold one."""
     _, cold, proposed = run(pair, prompt, kv=kv)
     _, warm, again = run(pair, prompt, Warm(hit.cache, hit.state), behind=hit.length)

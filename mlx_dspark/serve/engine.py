@@ -130,12 +130,14 @@ class Engine:
     """
 
     def __init__(
-        self, pair: Pair, options: EngineOptions = EngineOptions(), say: Callable[[str], None] = lambda text: None
+        self, pair: Pair, options: EngineOptions | None = None, say: Callable[[str], None] = lambda text: None
     ):
+        options = options or EngineOptions()
         check_sharing(pair.target, options.kv)
         self.pair, self.options = pair, options
         policy = batch_policy_for(pair, options.policy, options.max_requests, self._layouts(), options.profile, say)
         self._batch = Batch(pair, policy)
+        self._own_policy()  # what it needs is found once and here: clients' threads should never start mlx
         self._footprint: Footprint = footprint(pair, options.kv)
         self.kv_limit = options.kv_bytes or default_limit()
         kept = int(PREFIX_SHARE * self.kv_limit) if options.prefix_bytes is None else options.prefix_bytes
@@ -206,6 +208,12 @@ class Engine:
     def __exit__(self, *error: Any) -> None:
         self.close()
 
+    def _own_policy(self) -> tuple[Policy, dict[str, Any]]:
+        """A policy for one request that takes no notice of the others."""
+        name = self.options.policy
+        same = name is None or name in _ALSO_SINGLE or name.startswith("fixed")
+        return policy_for(self.pair, name if same else None, profile=False)
+
     def _layouts(self) -> Sequence[str]:
         """The layouts that may be used, the only one where one was asked for."""
         pair, kv, wanted = self.pair, self.options.kv, self.options.layout
@@ -232,7 +240,7 @@ class Engine:
                              f"{self.kv_limit / 1e9:.2f} GB are there: shorten the prompt or lower max_tokens")
         own, facts = None, {}
         if not request.sampling.greedy and request.sampling.seed is not None:
-            own, facts = policy_for(pair, options.policy if options.policy in _SINGLE else None, profile=False)
+            own, facts = self._own_policy()
         batch_policy = self._batch.policy
         policy = own or Follows(batch_policy.name, batch_policy.uses_confidence)
         resolved = decode_options(pair, request.sampling, policy, limit, options.kv, options.prefill_step, (),
@@ -243,12 +251,15 @@ class Engine:
     # Everything below runs in the engine's thread.
 
     def _serve(self) -> None:
-        with self.pair.target.wired():
-            while self._attend():
-                try:
-                    self._step()
-                except Exception as error:  # out of memory, say: whoever is served loses, the engine goes on
-                    self._fail(EngineError(f"the engine failed: {first_line(error)}"))
+        try:
+            with self.pair.target.wired():
+                while self._attend():
+                    try:
+                        self._step()
+                    except Exception as error:  # out of memory, say: whoever is served loses, the engine goes on
+                        self._fail(EngineError(f"the engine failed: {first_line(error)}"))
+        finally:
+            mx.clear_streams()  # mlx aborts the process at its exit if a thread leaves its streams behind
 
     def _attend(self) -> bool:
         """Wait for work, let clients leave and others in; False when all is done."""
@@ -354,7 +365,7 @@ class Engine:
                 self._left.add(job.number)
 
 
-_SINGLE = ("plain", "paper", "lagged", "rate", "lookahead", "auto")
+_ALSO_SINGLE = ("plain", "paper", "lagged", "auto")  # policies that one request has under the same name
 
 
 @dataclass

@@ -62,13 +62,13 @@ def can_be_rectangular(caches: Sequence[TargetCache]) -> bool:
     return all(type(layer).__name__ == "KVCache" for cache in caches for layer in cache.layers)
 
 
-def check_sharing(target: Target, options: KVOptions = KVOptions()) -> None:
+def check_sharing(target: Target, options: KVOptions | None = None) -> None:
     """Run two short requests together and alone, one and several rows; raise CacheError where they differ."""
     prompts, steps = ([1, 2, 3, 1, 2], [3, 1, 2]), ([2, 1], [3])
     ids = min(target.vocab_size or 4, 4)
     alone, together = [], []
     for kept in (alone, together):
-        caches = [target.start(options) for _ in prompts]
+        caches = [target.start(options or KVOptions()) for _ in prompts]
         for prompt, cache in zip(prompts, caches, strict=True):
             target.forward(_row(prompt, ids), cache)
             cache.advance(len(prompt), len(prompt))
