@@ -369,6 +369,19 @@ def test_an_error_in_a_stream_is_an_event():
         assert (response.status_code, error_of(response)["code"]) == (500, "engine_failed")
 
 
+def test_a_mistake_of_ours_is_told_too(monkeypatch):
+    def broken(self, chunk):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("mlx_dspark.server.answers.Reader.read", broken)
+    engine = StandIn(saying("a"))
+    with serving(engine, plain_model()) as address:
+        for streamed in (True, False):
+            response = post(address, {**ASK, "stream": streamed})
+            document = events_of(response)[-1] if streamed else response.json()
+            assert document["error"]["type"] == "server_error" and "log" in document["error"]["message"]
+
+
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_client_that_leaves_is_cancelled(streamed):
     engine = StandIn(FOREVER)
@@ -402,7 +415,7 @@ def read_until(connection, end):
 
 def test_a_client_that_takes_nothing_is_cut_off(monkeypatch):
     monkeypatch.setattr(stream, "STALLED_SECONDS", 0.3)
-    engine = StandIn(saying(*["x" * 20_000] * 500))
+    engine = StandIn(saying(*["x" * 20_000] * 2000, pause=0.005))
     with serving(engine, plain_model()) as address, raw_stream(address):
         assert wait_until(lambda: engine.finished == {"cancelled": 1}, 30)
 

@@ -1,11 +1,13 @@
 """The command as a process of its own, with the real engine."""
 
 import asyncio
+import contextlib
 import json
 import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 
 import httpx2
@@ -76,6 +78,20 @@ def test_a_signal_lets_the_running_answer_finish(number):
         assert events[-1] == "data: [DONE]" and json.loads(events[-2][6:])["choices"][0]["finish_reason"] == "length"
         out, err = process.communicate(timeout=60)
         assert (process.returncode, out, err) == (0, "", "")
+
+
+def test_a_second_interrupt_does_not_wait():
+    with running("--drain", "600") as (process, address):
+        body = {"prompt": "import os", "max_tokens": 900, "stream": True}
+        with httpx2.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(httpx2.TransportError):
+                assert any("shutting_down" in line for line in lines)
+        assert process.wait(20) == 0
 
 
 def failed(*options):

@@ -20,8 +20,8 @@ from ..generate import Chunk
 from ..serve.request import EngineBusy, EngineClosed, EngineError
 from .answers import ChatForm, CompletionForm, Reader, merged
 from .asking import Asked, Model, chat_request, check_model, completion_request
-from .delivery import MOST_EVENTS, Mailbox, disconnected
-from .errors import Document, Refusal, error_document, invalid
+from .delivery import MOST_EVENTS, Mailbox, SlowReader, disconnected
+from .errors import FAILED, Document, Refusal, invalid
 from .metrics import CONTENT_TYPE, Metrics
 from .schema import Body, ChatBody, CompletionBody, parse_json
 from .security import Gate, Guard
@@ -177,6 +177,8 @@ def _refusal(error: EngineError) -> Refusal:
         return Refusal(429, str(error), code="queue_full", headers={"retry-after": "1"})
     if isinstance(error, EngineClosed):
         return Refusal(503, str(error), code="shutting_down")
+    if isinstance(error, SlowReader):
+        return Refusal(408, str(error), code="too_slow")
     return Refusal(500, str(error), code="engine_failed")
 
 
@@ -200,7 +202,7 @@ def _answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        return Document(error_document(500, "the server failed on this request; its log says why"), 500)
+        return Document(FAILED, 500)
 
 
 def _describe(app: FastAPI, engine: Engine, model: Model, metrics: Metrics) -> None:

@@ -34,6 +34,9 @@ def error_document(status: int, message: str, param: str | None = None, code: st
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+FAILED = error_document(500, "the server failed on this request; its log says why")
+
+
 def invalid(problems: Sequence[Any]) -> Refusal:
     """What pydantic found, as a 422 that names the first field at fault."""
     first = problems[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -23,12 +23,14 @@ class Strict(BaseModel):
 def parse_json(text: bytes) -> Any:
     """JSON as the standard has it: no NaN and no infinities, however written. Raises JSONDecodeError."""
 
-    def refuse(name: str) -> None:
+    def refuse(name: str) -> NoReturn:
         raise json.JSONDecodeError(f"{name} is not a JSON number", "", 0)
 
     def number(digits: str) -> float:
         value = float(digits)
-        return value if math.isfinite(value) else refuse(digits)  # type: ignore[return-value]
+        if not math.isfinite(value):
+            refuse(digits)
+        return value
 
     try:
         document = json.loads(text, parse_constant=refuse, parse_float=number)

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import Response
 
 from .delivery import Mailbox, disconnected
+from .errors import FAILED
 
 STALLED_SECONDS = 60.0  # a client that takes no byte for so long is cut off
 DONE = b"data: [DONE]\n\n"
@@ -52,4 +53,7 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": line, "more_body": True})
         except TimeoutError:
             return
+        except Exception:  # a mistake of ours: the client is told as far as it can be, the log gets the traceback
+            await send({"type": "http.response.body", "body": event(FAILED) + DONE, "more_body": False})
+            raise
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -78,7 +78,8 @@ class Splitter:
     def feed(self, text: str, last: bool = False) -> Split:
         """Split new text; `last` releases what is held back and ends an unfinished call."""
         self._held += text
-        content, reasoning, calls = "", "", []
+        content = reasoning = ""
+        calls: list[dict[str, Any]] = []
         while True:
             at, marker, after = self._next_marker()
             piece = self._held if last and not marker else self._held[:at]
