@@ -79,6 +79,11 @@ def batch_policy_for(
 
 
 def _grid(pair: Pair, requests: int, profile: bool, say: Callable[[str], None]) -> CostGrid | None:
+    from .store import find_grid
+
+    grid = find_grid(pair)
+    if grid is not None:
+        return grid
     curve, _ = _curve(pair, profile, say)
     if curve is None:
         return None

@@ -33,6 +33,7 @@ ORDER = [  # a module may import modules of earlier lines
     {"samples", "regenerate"},
     {"bench_kernels", "bench_requests"},
     {"bench"},
+    {"loads"},
     {"simulate"},
     {"calibrate"},
     {"selfcheck"},
