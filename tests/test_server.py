@@ -28,6 +28,7 @@ from stand_in import (
 from mlx_dspark.generate import generate
 from mlx_dspark.serve.request import EngineError
 from mlx_dspark.server import delivery, stream
+from mlx_dspark.server.schema import ChatBody, CompletionBody
 from mlx_dspark.server.security import Guard, is_loopback
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
@@ -168,6 +169,21 @@ def test_curl(small):
 def test_a_bad_body_is_no_server_error(small, body, status, param):
     response = httpx2.post(f"{small}/v1/completions", content=body, headers={"content-type": "application/json"})
     assert (response.status_code, error_of(response)["param"]) == (status, param)
+
+
+ODD = (None, True, -1, 2**70, 1e308, 5e-324, "", "\u2028\x00", [[]], [1, "x"], {"a": {"b": []}}, [{"role": "user"}])
+
+
+@pytest.mark.parametrize("path, body, good", [("/v1/completions", CompletionBody, {"prompt": "x"}),
+                                              ("/v1/chat/completions", ChatBody, {"messages": USER})])
+def test_no_value_of_any_field_is_a_server_error(talker, path, body, good):
+    with httpx2.Client(base_url=talker, timeout=60) as http:
+        for name in body.model_fields:
+            for value in ODD:
+                response = http.post(path, json={**good, name: value})
+                assert response.status_code in (200, 400, 404, 422), (name, value, response.text)
+                if response.status_code == 422:
+                    assert error_of(response)["param"] == name and name in error_of(response)["message"]
 
 
 def test_a_long_prompt_is_refused_with_the_numbers(small):
