@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from ..generate import Chunk
 from ..stats import Statistics
@@ -115,33 +115,43 @@ def shown_stats(stats: Statistics) -> dict[str, Any]:
     return {name: known[name] for name in SHOWN_STATS if name in known}
 
 
+class Form(Protocol):
+    """How an endpoint writes its answers."""
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Events before the first delta."""
+
+    def events(self, delta: Delta) -> list[dict[str, Any]]:
+        """The events of one delta; none if it adds nothing."""
+
+    def document(self, whole: Delta, stats: Statistics) -> dict[str, Any]:
+        """The answer of a request that did not ask for a stream."""
+
+    def usage(self, stats: Statistics) -> dict[str, Any]:
+        """The event that tells the token counts."""
+
+
 @dataclass(frozen=True)
-class Form:
-    """The frame of an answer's objects. model: the served name."""
+class Answer:
+    """What all objects of one answer repeat. model: the served name."""
 
     model: str
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def opening(self) -> list[dict[str, Any]]:
-        """Events before the first delta."""
-        return []
-
-    def events(self, delta: Delta) -> list[dict[str, Any]]:
-        """The events of one delta; none if it adds nothing."""
-        raise NotImplementedError
-
-    def document(self, whole: Delta, stats: Statistics) -> dict[str, Any]:
-        """The answer of a request that did not ask for a stream."""
-        raise NotImplementedError
+    def frame(self, prefix: str, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model,
+                "choices": choices}
 
 
-class ChatForm(Form):
+class ChatForm:
     """Objects of /v1/chat/completions."""
 
+    def __init__(self, model: str):
+        self._answer = Answer(model)
+
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": f"chatcmpl-{self.id}", "object": kind, "created": self.created, "model": self.model,
-                "choices": choices}
+        return self._answer.frame("chatcmpl", kind, choices)
 
     def opening(self) -> list[dict[str, Any]]:
         return [self._event({"role": "assistant", "content": ""}, None)]
@@ -178,12 +188,17 @@ class ChatForm(Form):
         return self._frame("chat.completion.chunk", []) | {"usage": usage_of(stats)}
 
 
-class CompletionForm(Form):
+class CompletionForm:
     """Objects of /v1/completions."""
 
+    def __init__(self, model: str):
+        self._answer = Answer(model)
+
     def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": f"cmpl-{self.id}", "object": "text_completion", "created": self.created, "model": self.model,
-                "choices": choices}
+        return self._answer.frame("cmpl", "text_completion", choices)
+
+    def opening(self) -> list[dict[str, Any]]:
+        return []
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         return {"index": 0, "text": delta.split.content, "logprobs": _completion_logprobs(delta),

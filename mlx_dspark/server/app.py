@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from ..generate import Chunk
 from ..serve.request import EngineBusy, EngineClosed, EngineError
-from .answers import ChatForm, CompletionForm, Reader, merged
+from .answers import ChatForm, CompletionForm, Form, Reader, merged
 from .asking import Asked, Model, chat_request, check_model, completion_request
 from .delivery import MOST_EVENTS, Mailbox, SlowReader, disconnected
 from .errors import FAILED, Document, Refusal, invalid
@@ -91,7 +91,7 @@ class Desk:
         self._worker = ThreadPoolExecutor(1, "mlx_dspark requests")
 
     async def answer(
-        self, request: Request, body: Asking, ask: Callable[[Model, Asking], Asked], form: ChatForm | CompletionForm
+        self, request: Request, body: Asking, ask: Callable[[Model, Asking], Asked], form: Form
     ) -> Response:
         """A stream or a document. Raises Refusal."""
         check_model(self._model, body)
@@ -123,7 +123,7 @@ class Desk:
 
 
 async def _lines(
-    mailbox: Mailbox, reader: Reader, form: ChatForm | CompletionForm, with_usage: bool
+    mailbox: Mailbox, reader: Reader, form: Form, with_usage: bool
 ) -> AsyncIterator[bytes]:
     """The events of a stream. An error ends it, as an event of its own: the status has been sent long ago."""
     empty = {"usage": None} if with_usage else {}

@@ -61,6 +61,7 @@ class Asked:
 
 def model_of(pair: Pair, name: str, defaults: Defaults) -> Model:
     """The facts of a loaded pair."""
+    pair.tokenizer.encode("a")  # the first call may change a tokenizer's settings: now, while one thread uses it
     return Model(name, pair.tokenizer, pair.stop_ids, pair.target.context, pair.target.vocab_size,
                  None if pair.draft is None else pair.draft.gamma, defaults)
 
