@@ -32,7 +32,7 @@ class Served:
     rounds: int
     rows: int
     parked: int
-    drafted_tokens: int
+    round_tokens: int
     texts: tuple[tuple[int, ...], ...]
 
     @property
@@ -107,7 +107,7 @@ def _serve(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) ->
     texts = tuple(tuple(token for chunk in stream for token in chunk.ids) for stream in streams)
     seconds, after = time.perf_counter() - since, engine.metrics()
     return Served(after.tokens - before.tokens, seconds, after.rounds - before.rounds, after.rows - before.rows,
-                  after.parked - before.parked, after.accepted - before.accepted + after.rounds - before.rounds, texts)
+                  after.parked - before.parked, after.round_tokens - before.round_tokens, texts)
 
 
 def _generate(pair: Pair, prompt: Sequence[int], policy: str, max_tokens: int) -> None:
@@ -133,7 +133,7 @@ def _report(passes: Sequence[Served], plain: Sequence[Served]) -> Mapping[str, A
         "tokens_per_second": round(statistics.median(own.rate for own in passes), 2),
         "over_plain": {"median": round(statistics.median(ratios), 4), "min": round(min(ratios), 4),
                        "max": round(max(ratios), 4)},
-        "tau": round(sum(own.drafted_tokens for own in passes) / rounds, 4),
+        "tau": round(sum(own.round_tokens for own in passes) / rounds, 4),
         "rows_per_request": round(sum(own.rows for own in passes) / rounds, 4),
         "parked_share": round(sum(own.parked for own in passes) / rounds, 4),
         "texts_equal_plain": sum(a == b for a, b in zip(passes[0].texts, plain[0].texts, strict=True)),

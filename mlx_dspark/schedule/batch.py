@@ -21,26 +21,14 @@ from .batch_paper import BatchLagged, BatchPaper, BatchSearch
 from .batch_rate import ByCost
 from .grid import PACKED, CostGrid
 from .lines import Line, Plan
-from .policies import make_policy
+from .policies import Reads, make_policy
 from .rate import Calibrate
 
 __all__ = ["BatchPolicy", "Line", "Plan", "batch_needs_costs", "make_batch_policy"]
 
 
-class BatchPolicy(Protocol):
+class BatchPolicy(Reads, Protocol):
     """What the loop over several requests needs to know."""
-
-    @property
-    def name(self) -> str:
-        """As the user wrote it."""
-
-    @property
-    def reads_confidence(self) -> bool:
-        """`after` wants the confidences of this round, which costs one more host read; asked after `before`."""
-
-    @property
-    def uses_confidence(self) -> bool:
-        """Finished rounds must carry their confidences (they come with the round's one host read)."""
 
     def before(self, lines: Sequence[Line]) -> Mapping[Hashable, int]:
         """Slots to draft, by request; a request is in `lines` as long as it is served."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,7 @@ from ..generate import Answer, Chunk, decode_options, prompt_ids, token_limit
 from ..load import Pair
 from ..schedule import Policy
 from ..scheduling import batch_policy_for, policy_for
+from ..stats import Statistics
 from ..structs import KVOptions
 from .batch import Batch, Follows, Member
 from .memory import Footprint, default_limit, footprint
@@ -72,7 +73,10 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class EngineMetrics:
-    """Totals since the start, and the present load. tau and rows_per_request are over all rounds of all requests."""
+    """Totals since the start, and the present load. A round here is one request's part of a round.
+
+    tokens: committed; round_tokens: those without the first token of each answer, which costs no round.
+    """
 
     active: int
     waiting: int
@@ -80,6 +84,7 @@ class EngineMetrics:
     finished: Mapping[str, int]
     rounds: int
     tokens: int
+    round_tokens: int
     rows: int
     drafts: int
     accepted: int
@@ -95,7 +100,7 @@ class EngineMetrics:
     @property
     def tau(self) -> float | None:
         """Committed tokens per round of one request; None before the first."""
-        return (self.accepted + self.rounds) / self.rounds if self.rounds else None
+        return self.round_tokens / self.rounds if self.rounds else None
 
     @property
     def rows_per_request(self) -> float | None:
@@ -181,10 +186,12 @@ class Engine:
         with self._wake:
             active, waiting = len(self._jobs), len(self._waiting)
             reserved = sum(job.nbytes for job in self._jobs.values())
+        totals = count.totals
         return EngineMetrics(
             active=active, waiting=waiting, requests=count.requests, finished=dict(count.finished),
-            rounds=count.rounds, tokens=count.tokens, rows=count.rows, drafts=count.drafts, accepted=count.accepted,
-            parked=count.parked, tokens_per_second=count.rate(), kv_bytes=reserved + prefix.nbytes,
+            rounds=totals.rounds, tokens=totals.generated_tokens, round_tokens=totals.round_tokens,
+            rows=totals.rounds + totals.verified, drafts=totals.verified, accepted=totals.accepted,
+            parked=totals.parked, tokens_per_second=count.rate(), kv_bytes=reserved + prefix.nbytes,
             kv_limit_bytes=self.kv_limit, prefix_entries=len(prefix), prefix_bytes=prefix.nbytes,
             prefix_hits=prefix.hits, reused_tokens=prefix.reused_tokens,
         )
@@ -296,7 +303,7 @@ class Engine:
                 self._waiting.clear()
         self._batch.clear()
         for job in jobs:
-            self._count.finished["error"] = self._count.finished.get("error", 0) + 1
+            self._count.finished["error"] += 1
             self._deliver(job, error)
         mx.clear_cache()
 
@@ -353,8 +360,7 @@ class Engine:
 
     def _tell(self, job: _Job, chunk: Chunk) -> None:
         if chunk.finish_reason is not None:
-            reason = chunk.finish_reason
-            self._count.finished[reason] = self._count.finished.get(reason, 0) + 1
+            self._count.finished[chunk.finish_reason] += 1
         self._deliver(job, chunk)
 
     def _deliver(self, job: _Job, event: Event) -> None:
@@ -368,39 +374,28 @@ class Engine:
 _ALSO_SINGLE = ("plain", "paper", "lagged", "auto")  # policies that one request has under the same name
 
 
-@dataclass
 class _Counter:
-    """Totals, written by the engine's thread alone."""
+    """Totals since the start, written by the engine's thread alone."""
 
-    requests: int = 0
-    rounds: int = 0
-    tokens: int = 0
-    rows: int = 0
-    drafts: int = 0
-    accepted: int = 0
-    parked: int = 0
-    finished: dict[str, int] = field(default_factory=dict)
-    recent: deque[tuple[float, int]] = field(default_factory=deque)
+    def __init__(self) -> None:
+        self.requests = 0
+        self.totals = Statistics(0)
+        self.finished: Counter[str] = Counter()
+        self._recent: deque[tuple[float, int]] = deque()
 
     def add(self, chunk: Chunk) -> None:
+        """Count one round of one request."""
         now = time.monotonic()
-        self.tokens += len(chunk.ids)
-        self.recent.append((now, len(chunk.ids)))
-        while self.recent and self.recent[0][0] < now - RATE_SECONDS:
-            self.recent.popleft()
-        landed = chunk.round
-        if landed is None or landed.rows == 0:
-            return
-        self.rounds += 1
-        self.rows += landed.rows
-        self.drafts += len(landed.drafts)
-        self.accepted += landed.accepted
-        self.parked += not landed.proposed
+        self._recent.append((now, len(chunk.ids)))
+        while self._recent[0][0] < now - RATE_SECONDS:
+            self._recent.popleft()
+        if chunk.round is not None:
+            self.totals.add(chunk.round)
 
     def rate(self) -> float:
         """Tokens per second over the last seconds."""
         now = time.monotonic()
-        recent = [(then, tokens) for then, tokens in list(self.recent) if then >= now - RATE_SECONDS]
+        recent = [(then, tokens) for then, tokens in list(self._recent) if then >= now - RATE_SECONDS]
         if not recent:
             return 0.0
         return sum(tokens for _, tokens in recent) / max(now - recent[0][0], 1e-3)
