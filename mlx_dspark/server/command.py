@@ -139,7 +139,7 @@ def _bytes(gigabytes: float | None) -> int | None:
 def _require_extra() -> None:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise ImportError(f"the server needs {', '.join(missing)}: pip install 'mlx-dspark[server]'")
+        raise ImportError(f"the server needs {', '.join(missing)}: pip install {' '.join(missing)}")
 
 
 def main() -> None:
