@@ -41,6 +41,7 @@ ORDER = [  # a module may import modules of earlier lines
     {"evaluate", "data"},
     {"doctor"},
     {"train"},
+    {"server"},
     {"cli"},
     {"__main__"},
 ]
@@ -50,7 +51,7 @@ DRAFT_ORDER = ["spec", "context tables heads qwen3", "gemma4 dflash2", "backbone
 USE_MLX_LM = {"target", "cache", "load", "bench", "draft.qwen3", "draft.gemma4", "serve.packed"}
 PURE = {"store", "errors", "structs", "stats", "text", "schedule", "schedule.policies", "commands", "cli", "draft.spec",
         "registry", "models", "hub", "prompts", "acceptance", "tables", "progress", "train", "train.config",
-        "train.command"}
+        "train.command", "server", "server.command"}
 
 
 def run_python(*args: str) -> subprocess.CompletedProcess:
