@@ -1,5 +1,7 @@
 # make demo: set up and write a text with the small pair.  make test: set up and run the whole test suite.
-# Everything lives in .venv; once its packages are installed, both work without a network.
+# make tiny: make the small pair again from nothing, hours of work (examples/tiny/README.md).  make tiny-heads, after it:
+# compare the sequential heads at three block lengths.
+# Everything lives in .venv; once its packages are installed, demo and test work without a network.
 
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
@@ -10,8 +12,16 @@ EXTRAS = $(if $(BACKEND),$(BACKEND)$(comma),)test,lint
 comma := ,
 VENV = .venv
 RUN = $(VENV)/bin/python
+TINY = build/tiny
+TINY_RUN = PYTHONPATH=examples $(RUN) -m
+TINY_BUDGET = --minutes 170
+TINY_DRAFT = --layers 1 --rank 48 --taps 1,2,4 --max-length 256 --batch 8 --anchors 64 --lr 2e-3 --columns 256 \
+	--steps 4000 --seed 1
+TINY_HEADS = --steps 200
+TINY_DOCS =
+ASSETS = mlx_dspark/assets/tiny
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint tiny tiny-heads clean clean-tiny
 
 demo: $(VENV)/installed
 	$(RUN) -m mlx_dspark.generate --stats --max-tokens 90 --prompt ".. function:: open(path, mode)"
@@ -22,6 +32,45 @@ test: $(VENV)/installed
 lint: $(VENV)/installed
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
+
+# A finished step is not repeated and the two trainings continue from their checkpoints; make clean-tiny begins anew.
+tiny: $(TINY)/temperatures.json
+	$(TINY_RUN) tiny.install --out $(TINY) --assets $(ASSETS)
+
+$(TINY)/corpora.done: $(VENV)/installed
+	$(TINY_RUN) tiny.corpora --out $(TINY) $(if $(TINY_DOCS),--docs "$(TINY_DOCS)")
+	@touch $@
+
+$(TINY)/tokenizer.done: $(TINY)/corpora.done
+	$(TINY_RUN) tiny.tokenizer --out $(TINY)
+	@touch $@
+
+$(TINY)/target.done: $(TINY)/tokenizer.done
+	$(TINY_RUN) tiny.target --out $(TINY) $(TINY_BUDGET)
+	$(TINY_RUN) tiny.pack --out $(TINY)
+	@touch $@
+
+# The draft reads a quarter of the chat texts: the corpus holds three times as much of them as of code or docs.
+$(TINY)/draft.done: $(TINY)/target.done
+	head -n 10000 $(TINY)/corpus/chat.train.jsonl > $(TINY)/draft-chat.jsonl
+	$(RUN) -m mlx_dspark.train --model $(TINY)/target --out $(TINY)/draft --data $(TINY)/corpus/code.train.jsonl \
+		--data $(TINY)/corpus/docs.train.jsonl --data $(TINY)/draft-chat.jsonl $(TINY_DRAFT) \
+		$(if $(wildcard $(TINY)/draft/training_state.safetensors),--resume)
+	@touch $@
+
+$(TINY)/temperatures.json: $(TINY)/draft.done
+	rm -rf $(TINY)/packed/draft
+	$(RUN) -m mlx_dspark.convert --draft $(TINY)/draft --target $(TINY)/target --mlx-path $(TINY)/packed/draft \
+		-q --q-group-size 32
+	$(RUN) -m mlx_dspark.calibrate --model $(TINY)/packed/target --draft $(TINY)/packed/draft \
+		--data $(TINY)/calibration.jsonl --rounds 4000 --list-only > $(TINY)/temperatures.partial
+	mv $(TINY)/temperatures.partial $@
+
+tiny-heads: $(TINY)/draft.done
+	$(TINY_RUN) tiny.heads --out $(TINY) $(TINY_HEADS)
+
+clean-tiny:
+	rm -rf $(TINY)
 
 $(VENV)/installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed and none was found: install one, or run make PYTHON=/path/to/python" >&2; exit 1; }

@@ -84,14 +84,18 @@ def write_draft(
 
 
 def equal_tables(checkpoint: Checkpoint, target: Path) -> dict[str, str]:
-    """Which of the draft's tables are, byte for byte, the target's; only compared, never assumed."""
+    """Which of the draft's tables are, byte for byte, the target's; only compared, never assumed.
+
+    A float32 target's are compared as they are in bfloat16, the dtype that drafts are trained into.
+    """
     tensors = read_headers(target)
     embedding = _named(tensors, "embed_tokens.weight")
     head = _named(tensors, "lm_head.weight") or embedding  # a tied target has one table
     found = {}
     for name, theirs in (("tables.embed_tokens.weight", embedding), ("tables.lm_head.weight", head)):
         if name in checkpoint.names and theirs is not None and _same_bytes(checkpoint.info(name), theirs):
-            found[name] = "byte-equal to the target's"
+            rounded = " in bfloat16" if theirs.dtype != checkpoint.info(name).dtype else ""
+            found[name] = f"byte-equal to the target's{rounded}"
     return found
 
 
@@ -218,9 +222,23 @@ def _named(tensors: Mapping[str, Stored], ending: str) -> Stored | None:
 
 
 def _same_bytes(one: Stored, other: Stored) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+    if one.shape != other.shape:
         return False
-    return all(a == b for a, b in zip(_chunks(one), _chunks(other), strict=True))
+    if one.dtype == other.dtype:
+        return all(a == b for a, b in zip(_chunks(one), _chunks(other), strict=True))
+    if (one.dtype, other.dtype) != ("BF16", "F32"):
+        return False
+    halves, wholes = _chunks(one, CHUNK // 4 * 2), _chunks(other, CHUNK // 4 * 4)
+    return all(a == _in_bfloat16(b) for a, b in zip(halves, wholes, strict=True))
+
+
+def _in_bfloat16(chunk: bytes) -> bytes:
+    """Float32 numbers as bytes, rounded to the nearest bfloat16, as bytes."""
+    import mlx.core as mx
+    import numpy as np
+
+    rounded = mx.array(np.frombuffer(chunk, "<f4")).astype(mx.bfloat16)
+    return bytes(memoryview(mx.view(rounded, mx.uint8)))
 
 
 def _chunks(stored: Stored, size: int | None = None) -> Iterator[bytes]:

@@ -63,12 +63,15 @@ class Output:
         self._file: IO[str] = path.open("a", encoding="utf-8")
 
     def add(self, dialogue: Dialogue, chat: bool) -> None:
-        """Append a dialogue and hand it to the system. chat: without a template it is also given as plain text."""
+        """Append a dialogue and hand it to the system.
+
+        chat: without a template its token ids are given too, for no template could tell the prompt from the answer.
+        """
         number = dialogue.number
         line = {"row": number, "name": self._jobs[number].name, "conversations": dialogue.messages,
                 "endings": dialogue.endings, "tokens": dialogue.tokens, **self.settings}
         if not chat:
-            line["text"] = "".join(message["content"] for message in dialogue.messages)
+            line["ids"], line["loss_mask"] = dialogue.ids, dialogue.loss_mask
         self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
         self._file.flush()
         self._count(line)

@@ -30,6 +30,7 @@ from .structs import KVOptions
 from .target import Target
 
 ASSETS = Path(__file__).parent / "assets" / "tiny"
+ANY_LENGTH = 10**30  # transformers' own number for a tokenizer without a limit
 
 
 @dataclass(frozen=True)
@@ -158,8 +159,11 @@ def _load_target(
     mx.eval(model.parameters())
     check_finite(model, str(folder))
     try:
-        # False, not unset: transformers would ask on the terminal whether to run the checkpoint's code.
-        tokenizer = load_tokenizer(folder, {"trust_remote_code": False}, _as_list(config.get("eos_token_id")))
+        # False, not unset: transformers would ask on the terminal whether to run the checkpoint's code. A length: it
+        # would warn of every text longer than the tokenizer's own, which training cuts into windows and generation
+        # refuses by itself.
+        options = {"trust_remote_code": False, "model_max_length": ANY_LENGTH}
+        tokenizer = load_tokenizer(folder, options, _as_list(config.get("eos_token_id")))
     except Exception as error:  # transformers raises anything from OSError to AttributeError here
         raise FormatError(f"{folder} has no usable tokenizer: {first_line(error)}") from None
     return Target(model, config, name), tokenizer

@@ -98,7 +98,7 @@ def read_rows(path: Path) -> tuple[Row, ...]:
 def _row(line: str, where: str) -> Row:
     try:
         entry = json.loads(line)
-        if "ids" in entry:
+        if "ids" in entry and "conversations" not in entry:  # mlx_dspark.data may write both
             return Row(where, (), ids=_ids(entry["ids"]))
         if "turns" in entry or "prompt" in entry:
             return Row(where, _texts(entry["turns"] if "turns" in entry else [entry["prompt"]]))

@@ -40,13 +40,18 @@ class Wish:
 
 @dataclass
 class Dialogue:
-    """A row on its way: the messages so far, and how each answer ended (stop or length)."""
+    """A row on its way: the messages so far, and how each answer ended (stop or length).
+
+    ids: the last prompt and its answer, a final stop token included. loss_mask: one for each, 1 in the answer.
+    """
 
     number: int
     row: Row
     messages: list[dict[str, str]] = field(default_factory=list)
     endings: list[str] = field(default_factory=list)
     tokens: int = 0
+    ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.row.system is not None:
@@ -71,13 +76,16 @@ class Dialogue:
         if room < 1:
             return None
         self.messages.append(said)
+        self.ids, self.loss_mask = list(ids), [0] * len(ids)
         return ids, room
 
-    def answer(self, text: str, ending: str, tokens: int) -> None:
-        """Take the answer to the last prompt."""
+    def answer(self, text: str, ending: str, ids: list[int]) -> None:
+        """Take the answer to the last prompt. ids: all that was said, a final stop token included."""
         self.messages.append({"role": "assistant", "content": text})
         self.endings.append(ending)
-        self.tokens += tokens
+        self.tokens += len(ids)
+        self.ids += ids
+        self.loss_mask += [1] * len(ids)
 
 
 def one_by_one(
@@ -90,10 +98,10 @@ def one_by_one(
         dialogue = Dialogue(number, row)
         while dialogue.open and (asked := dialogue.ask(pair, wish)) is not None:
             sampling = replace(wish.sampling, seed=wish.seed_of(number, len(dialogue.endings)))
-            text, made, chunk = "", 0, None
+            text, made, chunk = "", list[int](), None
             for chunk in stream_generate(pair, asked[0], max_tokens=asked[1], sampling=sampling):
                 text += chunk.text
-                made += len(chunk.ids)
+                made += chunk.ids
                 watch(len(chunk.ids))
             assert chunk is not None and chunk.finish_reason is not None, "a stream ends with a finish reason"
             dialogue.answer(text, chunk.finish_reason, made)
@@ -116,12 +124,12 @@ def batched(
                 return
             for said in generator.next_generated():
                 dialogue, tokens = asked[said.uid]
-                if said.finish_reason != "stop":
-                    tokens.append(said.token)
+                tokens.append(int(said.token))
                 watch(1)
                 if said.finish_reason is not None:
                     del asked[said.uid]
-                    dialogue.answer(pair.tokenizer.decode(tokens), said.finish_reason, len(tokens))
+                    text = pair.tokenizer.decode(tokens[:-1] if said.finish_reason == "stop" else tokens)
+                    dialogue.answer(text, said.finish_reason, tokens)
                     ready.append(dialogue)
     finally:
         generator.close()

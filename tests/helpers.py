@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -106,6 +108,49 @@ def pair_of(model: nn.Module, draft=None, stop_ids: Sequence[int] = ()) -> Pair:
 def embedded_pair() -> Pair:
     """The pair that comes with the package, in float32."""
     return load()
+
+
+@cache
+def bare_assets() -> Path:
+    """A copy of the small pair's folder as if it had no chat template, its draft in DeepSpec's layout."""
+    folder = Path(_keep(tempfile.TemporaryDirectory(prefix="bare-")).name) / "tiny"
+    shutil.copytree(ASSETS, folder)
+    path = folder / "target" / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({name: value for name, value in config.items() if name != "chat_template"}))
+    _deepspec_layout(folder / "draft")
+    return folder
+
+
+def _keep(folder: tempfile.TemporaryDirectory) -> tempfile.TemporaryDirectory:
+    atexit.register(folder.cleanup)
+    return folder
+
+
+def _deepspec_layout(folder: Path) -> None:
+    """Undo the converter's own spelling of a draft's facts and names."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if "mlx_dspark" not in config:
+        return
+    spec = config["mlx_dspark"]["spec"]
+    same = ("hidden_size", "intermediate_size", "head_dim", "vocab_size", "rms_norm_eps", "mask_token_id", "block_size",
+            "markov_rank", "num_target_layers", "attention_bias")
+    facts = {
+        **{name: spec[name] for name in same}, "model_type": "qwen3", "architectures": ["Qwen3DSparkModel"],
+        "num_hidden_layers": spec["num_layers"], "num_attention_heads": spec["num_heads"],
+        "num_key_value_heads": spec["num_kv_heads"], "target_layer_ids": spec["taps"],
+        "layer_types": ["full_attention"] * spec["num_layers"], "markov_head_type": spec["markov"],
+        "enable_confidence_head": spec["confidence"], "confidence_head_with_markov": spec["confidence_with_markov"],
+        "max_position_embeddings": 2048, "tie_word_embeddings": False,
+        "rope_parameters": {"rope_theta": spec["rope"]["theta"], "rope_type": "default"},
+        "quantization": config["quantization"],
+    }
+    (folder / "config.json").write_text(json.dumps(facts), encoding="utf-8")
+    path = folder / "model.safetensors"
+    arrays = {name.removeprefix("backbone."): array for name, array in mx.load(str(path)).items()}
+    mx.eval(arrays)
+    path.unlink()
+    mx.save_safetensors(str(path), arrays)
 
 
 @cache

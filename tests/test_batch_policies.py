@@ -280,12 +280,15 @@ def test_rows_go_where_survival_is_high(text):
     assert plan.drafts["sure"] > plan.drafts["doubtful"]
 
 
-def test_auto_crosses_a_step_where_the_paper_stops():
+@pytest.mark.parametrize(("rows", "stops", "crosses"), [
+    pytest.param({1: 1.0, 2: 1.0, 6: 1.9, 24: 9.0}, [0, 0], [2, 2], id="at-once"),
+    pytest.param({1: 1.0, 4: 1.0, 8: 1.5, 40: 9.0}, [1, 1], [3, 3], id="behind-rows-that-pay"),
+])
+def test_auto_crosses_a_step_where_the_paper_stops(rows, stops, crosses):
     """The first row of a step does not pay, four of them do."""
-    grid = CostGrid.from_curve(CostCurve({2: 1.0, 1: 1.0, 6: 1.9, 24: 9.0}), [2], GAMMA)
-    good = [(0.9,) * GAMMA] * 2
-    assert drafts_of(taught_batch("paper", grid, 2, kind="steady"), good) == [0, 0]
-    assert drafts_of(taught_batch("auto", grid, 2, kind="steady"), good) == [2, 2]
+    grid, good = CostGrid.from_curve(CostCurve(rows), [2], GAMMA).only("packed"), [(0.9,) * GAMMA] * 2
+    assert drafts_of(taught_batch("paper", grid, 2, kind="steady"), good) == stops
+    assert drafts_of(taught_batch("auto", grid, 2, kind="steady"), good) == crosses
 
 
 @pytest.mark.parametrize(("layout", "drafts"), [("packed", [7, 0]), ("rectangular", [7, 7])])
@@ -347,6 +350,16 @@ def test_a_fixed_width_is_kept_and_its_rows_are_priced(text, fixed):
                       for name in slots})
 
 
+def test_confidences_of_a_fixed_width_are_no_look_at_the_others():
+    """A request with a policy of its own may have been read although the batch does without."""
+    policy = taught_batch("auto", grids(2)["linear"], 2)
+    policy.before([Line(0, left=99), Line(1, left=99, fixed=2)])
+    unread = [Line(0, 99, proposed=GAMMA), Line(1, 99, proposed=2, fixed=2)]
+    read = [unread[0], replace(unread[1], confidences=(0.99, 0.99))]
+    assert policy.after(read).drafts == policy.after(unread).drafts
+    assert policy.after(read).reasons == {0: "from past rounds", 1: "fixed width"}
+
+
 @pytest.mark.parametrize("text", EVERY_POLICY)
 def test_requests_come_and_go(text):
     policy = make_batch_policy(text, GAMMA, True, flat(4))
@@ -361,6 +374,16 @@ def test_requests_come_and_go(text):
         rounds = {request: landed(1, (0.9,) * slots[request], plan.drafts[request]) for request in alive}
         policy.learn({**rounds, "never seen": landed(1, (0.9,) * GAMMA), "prefill": replace(landed(0, ()), rows=0)})
         policy.learn({})
+
+
+@pytest.mark.parametrize("packed", [lambda n: (1.0, 1.4, 1.2, 2.0)[n % 4], float], ids=["dips", "hopeless"])
+def test_noise_in_the_measured_costs_does_no_harm(packed):
+    """Two requests that draft cheaper than one, and rows that cost less than fewer."""
+    grid = CostGrid({(2, n): packed(n) for n in range(2, 17)}, {(2, n): 2 * packed(n) for n in range(1, 9)},
+                    draft={(1, 7): 0.5, (2, 7): 0.1})
+    contents = sim.made_up_load("swinging", 2, 200, 0)
+    for text in MODELLED:
+        assert sim.replay_load(make_batch_policy(text, GAMMA, True, grid), contents, grid).tokens >= 400
 
 
 def test_a_new_request_starts_from_what_slots_are_like():

@@ -179,6 +179,19 @@ def test_only_byte_equal_tables_are_left_out(changes, dropped, source, tmp_path,
         "embed_tokens" not in dropped, "lm_head" not in dropped)
 
 
+def test_a_float32_target_s_tables_are_compared_in_bfloat16(tmp_path, monkeypatch):
+    """A draft is trained into bfloat16, so that it holds the rounded tables of such a target."""
+    monkeypatch.setattr(write, "CHUNK", 1000)
+    target = target_folder(tmp_path / "target", HEAD)  # float32
+    other = target_folder(tmp_path / "other", HEAD, **{"lm_head.weight": HEAD.weights["lm_head.weight"] * 1.02})
+    source = write_deepspec(tmp_path / "half", BF16)
+    for folder, dropped in ((target, {"embed_tokens", "lm_head"}), (other, {"embed_tokens"})):
+        out = tmp_path / f"out-{folder.name}"
+        facts = json.loads(converted("--draft", source, "--target", folder, "--mlx-path", out, "--json").stdout)
+        assert {t for t in ("embed_tokens", "lm_head") if facts[t].startswith("left out")} == dropped
+        assert facts["embed_tokens"] == "left out: byte-equal to the target's in bfloat16"
+
+
 def test_model_card_and_config_say_where_it_came_from(tmp_path):
     revision = "0123456789abcdef" * 2 + "01234567"
     source, out = tmp_path / "models--a--b" / "snapshots" / revision, tmp_path / "out"

@@ -1,5 +1,6 @@
 """`mlx_dspark.data`: the target's own answers, batched and one by one, and a file that a killed run can go on with."""
 
+import dataclasses
 import json
 import shutil
 
@@ -12,9 +13,11 @@ from mlx_dspark import data as module
 from mlx_dspark.data import Job, command, read_jobs, regenerate
 from mlx_dspark.load import ASSETS, Pair, load
 from mlx_dspark.progress import BAR, Progress
-from mlx_dspark.prompts import Row
+from mlx_dspark.prompts import Row, read_rows
 from mlx_dspark.regenerate import Wish, batched, make_sampler, one_by_one
 from mlx_dspark.structs import Sampling
+from mlx_dspark.train.config import TrainConfig
+from mlx_dspark.train.data import read_data
 
 TEMPLATE = ("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
             "{% if enable_thinking %}[think]{% endif %}{% if add_generation_prompt %}[assistant]{% endif %}")
@@ -26,9 +29,8 @@ SAMPLED = Wish(Sampling(temperature=0.9, top_p=0.95, top_k=50, seed=3), 10, None
 
 @pytest.fixture(scope="module")
 def target() -> Pair:
-    """The small target without its draft."""
-    pair = embedded_pair()
-    return Pair(pair.target, pair.tokenizer, None, facts=pair.facts)
+    """The small target without its draft and without a chat template."""
+    return Pair(bare_pair().target, bare_pair().tokenizer, None, facts=bare_pair().facts)
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +43,23 @@ def chat(tmp_path_factory) -> Pair:
     facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps({**facts, "max_position_embeddings": 150}), encoding="utf-8")
     return load(folder, False)
+
+
+class Changed:
+    """A tokenizer with some facts changed."""
+
+    def __init__(self, tokenizer, **facts):
+        self.tokenizer = tokenizer
+        vars(self).update(facts)
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+
+def bare_pair() -> Pair:
+    """The small pair as if it had no chat template."""
+    pair = embedded_pair()
+    return dataclasses.replace(pair, tokenizer=Changed(pair.tokenizer, has_chat_template=False, chat_template=None))
 
 
 def answers(dialogues) -> dict[int, str]:
@@ -60,7 +79,7 @@ def test_greedy_batches_say_what_plain_decoding_says(target):
 def test_one_by_one_says_it_too_with_and_without_a_draft(target):
     expected = answers(batched(target, ROWS, GREEDY, 3))
     assert answers(one_by_one(target, ROWS, GREEDY)) == expected
-    assert answers(one_by_one(embedded_pair(), ROWS, GREEDY)) == expected
+    assert answers(one_by_one(bare_pair(), ROWS, GREEDY)) == expected
 
 
 def test_a_row_s_answer_depends_on_its_seed_and_not_on_its_company(target):
@@ -115,13 +134,7 @@ def test_stop_tokens_end_an_answer_and_are_not_part_of_it(target):
     ids = plain(target.target.model, target.tokenizer.encode(TEXTS[0]), 8)
     stop = ids[4]
 
-    class Stopping:
-        eos_token_ids = {stop}
-
-        def __getattr__(self, name):
-            return getattr(target.tokenizer, name)
-
-    pair = Pair(target.target, Stopping(), None, facts=target.facts)
+    pair = Pair(target.target, Changed(target.tokenizer, eos_token_ids={stop}), None, facts=target.facts)
     for made in (next(batched(pair, ROWS[:1], GREEDY, 2)), next(one_by_one(pair, ROWS[:1], GREEDY))):
         assert made.endings == ["stop"]
         assert made.messages[-1]["content"] == target.tokenizer.decode(ids[: ids.index(stop)])
@@ -146,7 +159,7 @@ def run(*args) -> Result:
 
 @pytest.fixture
 def loaded(monkeypatch, target):
-    monkeypatch.setattr(module, "open_pair", lambda notes, plain, **fields: target if plain else embedded_pair())
+    monkeypatch.setattr(module, "open_pair", lambda notes, plain, **fields: target if plain else bare_pair())
 
 
 @pytest.fixture
@@ -169,7 +182,6 @@ def test_lines_say_what_they_are_and_how_they_were_made(loaded, prompts, tmp_pat
     first = lines[0]
     assert first["conversations"][0] == {"role": "user", "content": TEXTS[0]}
     assert first["conversations"][1]["role"] == "assistant" and first["name"] == "prompts/0"
-    assert first["text"] == TEXTS[0] + first["conversations"][1]["content"]  # there is no template
     assert first["sampling"] == {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.0}
     assert (first["seed"], first["thinking"], first["max_tokens"], first["endings"]) == (5, None, 6, ["length"])
 
@@ -178,7 +190,33 @@ def test_with_a_template_there_are_only_messages(chat, monkeypatch, tmp_path, pr
     monkeypatch.setattr(module, "open_pair", lambda notes, plain, **fields: chat)
     assert run("--prompts", prompts, "--out", tmp_path / "o.jsonl", "-m", 3).exit_code == 0
     line = lines_of(tmp_path / "o.jsonl")[0]
-    assert "text" not in line and line["thinking"] is False
+    assert "ids" not in line and "loss_mask" not in line and line["thinking"] is False
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_without_a_template_there_are_ids_whose_answer_alone_counts(batch, target, monkeypatch, tmp_path, prompts):
+    monkeypatch.setattr(module, "open_pair", lambda notes, plain, **fields: target)
+    out = tmp_path / "o.jsonl"
+    assert run("--prompts", prompts, "--out", out, "-m", 6, "--temp", 0, "--batch", batch).exit_code == 0
+    lines = lines_of(out)
+    for line, text in zip(lines, TEXTS, strict=True):
+        asked = target.tokenizer.encode(text)
+        assert line["ids"] == asked + plain(target.target.model, asked, 6)
+        assert line["loss_mask"] == [0] * len(asked) + [1] * 6 and line["thinking"] is None
+    read = read_data([out], target.tokenizer, TrainConfig(min_tokens=6, valid=0.0), 4096).train
+    assert [read.row(i)[1].tolist() for i in range(5)] == [line["loss_mask"] for line in lines]
+    assert [row.turns for row in read_rows(out)] == [(text,) for text in TEXTS]  # they may be asked again
+
+
+def test_a_stop_token_that_was_said_counts(target):
+    """With or without a batch, ids and their mask end with it."""
+    asked = target.tokenizer.encode(TEXTS[0])
+    ids = plain(target.target.model, asked, 8)
+    stopping = Pair(target.target, Changed(target.tokenizer, eos_token_ids={ids[4]}), None, facts=target.facts)
+    end = ids.index(ids[4]) + 1
+    for made in (next(batched(stopping, ROWS[:1], GREEDY, 2)), next(one_by_one(stopping, ROWS[:1], GREEDY))):
+        assert (made.ids, made.endings) == (asked + ids[:end], ["stop"])
+        assert made.loss_mask == [0] * len(asked) + [1] * end and made.tokens == end
 
 
 def test_a_killed_run_goes_on_where_it_stopped(loaded, prompts, tmp_path):

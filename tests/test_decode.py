@@ -187,7 +187,7 @@ def pair() -> mlx_dspark.Pair:
 
 @pytest.fixture(scope="module")
 def prompt(pair) -> list[int]:
-    return mlx_dspark.encode_prompt(pair.tokenizer, "The quick brown fox")
+    return mlx_dspark.encode_prompt(pair.tokenizer, "The quick brown fox", raw=True)
 
 
 @pytest.fixture(scope="module")

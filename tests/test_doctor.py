@@ -15,7 +15,7 @@ from click.testing import CliRunner
 import mlx_dspark
 from mlx_dspark import doctor, selfcheck
 from mlx_dspark.backend import Blas
-from mlx_dspark.load import ASSETS, load, read_draft
+from mlx_dspark.load import ASSETS, encode_prompt, load, read_draft
 from mlx_dspark.registry import KnownDraft
 from mlx_dspark.selfcheck import run_trial, self_check, variants
 
@@ -261,7 +261,7 @@ def test_a_draft_of_another_target_is_one_line(no_clash):
 
 def test_prompts_are_sentences_for_any_other_target():
     pair = load(None, False)
-    assert doctor._prompts(pair, "some/model") == [pair.tokenizer.encode(text) for text in selfcheck.PROMPTS]
+    assert doctor._prompts(pair, "some/model") == [encode_prompt(pair.tokenizer, text) for text in selfcheck.PROMPTS]
 
 
 @pytest.mark.parametrize("module", ["doctor", "models"])

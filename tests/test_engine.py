@@ -12,7 +12,7 @@ from helpers import GOLDEN, FakeTokenizer, golden_pair, pair_of, prompt_of, rand
 
 from mlx_dspark import generate
 from mlx_dspark.errors import CacheError
-from mlx_dspark.generate import token_limit
+from mlx_dspark.generate import stream_generate, token_limit
 from mlx_dspark.schedule import CostCurve
 from mlx_dspark.serve import Engine, EngineBusy, EngineClosed, EngineError, EngineOptions, Request, engine
 from mlx_dspark.structs import KVOptions, Sampling
@@ -142,6 +142,20 @@ def test_every_request_keeps_its_own_sampling_seed_stops_and_logprobs(pair, poli
         for one, other in zip(got if order is MIXED else got[::-1], wanted):
             assert one[0] == other[0] and one[1] == other[1] and one[3] == other[3]
             assert one[2] == pytest.approx(other[2], abs=1e-4)
+
+
+def test_a_policy_of_its_own_is_told_its_own_reasons(pair):
+    """`auto` knows its probes by them; the widths of a seeded request must be those of a run alone, round by round."""
+    request = Request(tuple(TEXT[:9]), 60, Sampling(temperature=1.0, seed=5))
+    alone_rounds = [chunk.round for chunk in stream_generate(
+        pair, list(request.prompt), max_tokens=60, sampling=request.sampling, policy="auto") if chunk.round]
+    with Engine(pair, EngineOptions(policy="auto")) as serving:
+        others = [serving.submit(other) for other in greedy()]
+        rounds = [chunk.round for chunk in serving.submit(request) if chunk.round]
+        for other in others:
+            collected(other)
+    assert [(r.rows, r.proposed, r.schedule.reason) for r in rounds] == [
+        (r.rows, r.proposed, r.schedule.reason) for r in alone_rounds]
 
 
 def test_stop_tokens_end_a_text_and_nothing_follows(pair):

@@ -10,19 +10,19 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
 import pytest
 from click.testing import CliRunner, Result
-from helpers import refused
+from helpers import bare_assets, refused
 
 import mlx_dspark
 from mlx_dspark.errors import FormatError, PairError
 from mlx_dspark.generate import command
-from mlx_dspark.load import ASSETS, encode_chat, encode_prompt, resolve
+from mlx_dspark.load import encode_chat, encode_prompt, resolve
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"
@@ -32,6 +32,15 @@ TEMPLATE = (
     "{% if enable_thinking %}[think]{% endif %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 cli = importlib.import_module("mlx_dspark.generate")  # the module; `mlx_dspark.generate` is the function
+ASSETS = bare_assets()  # prompts here are raw text; the tests of templates bring their own
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_a_template() -> Iterator[None]:
+    """The small pair of the package is that of ASSETS."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.import_module("mlx_dspark.load"), "ASSETS", ASSETS)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -569,7 +578,7 @@ runpy.run_module("mlx_dspark.generate", run_name="__main__")
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_ctrl_c_in_a_real_process(reference):
-    args = [sys.executable, "-c", INTERRUPTIBLE, PROMPT, "-m", "1900", "--stats"]
+    args = [sys.executable, "-c", INTERRUPTIBLE, PROMPT, "--raw", "-m", "1900", "--stats"]
     with subprocess.Popen(args, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
             first = process.stdout.read(1)

@@ -1,15 +1,18 @@
 """From files to sequences with a loss mask: plain text, token ids, dialogues by three kinds of template."""
 
 import json
+import logging
 
 import numpy as np
 import pytest
 from helpers import embedded_pair
+from transformers import PreTrainedTokenizerFast
 
 from mlx_dspark.errors import FormatError
+from mlx_dspark.load import ASSETS, load
 from mlx_dspark.train.config import TrainConfig, read_config
 from mlx_dspark.train.data import read_data
-from mlx_dspark.train.dialogue import EMPTY_THOUGHT, make_renderer
+from mlx_dspark.train.dialogue import EMPTY_THOUGHT, SYSTEM, make_renderer
 
 SETTINGS = TrainConfig(max_length=32, valid=0.0)
 
@@ -45,34 +48,98 @@ TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes
 
 
 def test_qwen_dialogues():
-    text, whole = counted(*make_renderer(Letters("qwen"), "qwen")(TALK, "here"))
+    text, whole = counted(*make_renderer(Letters("qwen"), "qwen")(TALK, [], "here"))
     assert text == "yes<|im_end|>\nno<|im_end|>\n"
     assert whole.startswith("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nhi")
 
 
 def test_qwen_keeps_the_dialogue_s_own_system_message():
     own = [{"role": "system", "content": "Be brief."}, *TALK]
-    _, whole = counted(*make_renderer(Letters("qwen"), "qwen")(own, "here"))
+    _, whole = counted(*make_renderer(Letters("qwen"), "qwen")(own, [], "here"))
     assert "Be brief." in whole and "helpful" not in whole
 
 
 def test_gemma4_dialogues_begin_with_an_empty_thought_that_does_not_count():
     messages = [{"role": "system", "content": "x"}, *TALK]
-    text, whole = counted(*make_renderer(Letters("gemma4"), "gemma4")(messages, "here"))
+    text, whole = counted(*make_renderer(Letters("gemma4"), "gemma4")(messages, [], "here"))
     assert text == "yes<turn|>\nno<turn|>\n"
     assert whole.count(EMPTY_THOUGHT) == 2 and "system" not in whole
 
 
 def test_dialogues_of_any_template():
-    text, whole = counted(*make_renderer(Letters("plain"), "tokenizer")(TALK, "here"))
+    text, whole = counted(*make_renderer(Letters("plain"), "tokenizer")(TALK, [], "here"))
     assert (text, whole) == ("yesno", "[user]hi[assistant]yes[user]so[assistant]no")
 
 
-def test_auto_recognises_the_templates():
-    assert counted(*make_renderer(Letters("plain"), "auto")(TALK, "x"))[0] == "yesno"
-    named = Letters("qwen")
-    named.chat_template = "{% ... %}<|im_start|>assistant"
-    assert "helpful" in counted(*make_renderer(named, "auto")(TALK, "x"))[1]
+class Named(Letters):
+    """Qwen's marks with a template text, and a system message that the template writes by itself."""
+
+    def __init__(self, source, system=""):
+        super().__init__("qwen")
+        self.chat_template, self.system = f"{{% ... %}}<|im_start|>assistant {source} {system}", system
+
+    def apply_chat_template(self, messages, tokenize=True, add_generation_prompt=False):
+        own = [{"role": "system", "content": self.system}] if self.system and messages[0]["role"] != "system" else []
+        return super().apply_chat_template([*own, *messages], tokenize, add_generation_prompt)
+
+
+SMOL = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+
+
+@pytest.mark.parametrize(("tokenizer", "system"), [
+    pytest.param(Named("</think>"), SYSTEM["content"], id="qwen3"),
+    pytest.param(Named("", "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
+                 SYSTEM["content"], id="qwen2.5"),
+    pytest.param(Named("", SYSTEM["content"]), SYSTEM["content"], id="qwen2"),
+    pytest.param(Named("", SMOL), SMOL, id="smollm2"),
+    pytest.param(Named("</think>", "## Metadata"), "## Metadata", id="thinks-with-a-message-of-its-own"),
+    pytest.param(Named(""), None, id="only-the-marks"),
+])
+def test_auto_takes_for_qwen_s_what_says_so(tokenizer, system):
+    text, whole = counted(*make_renderer(tokenizer, "auto")(TALK, [], "x"))
+    assert whole.startswith(f"<|im_start|>system\n{system}<|im_end|>\n" if system else "<|im_start|>user\nhi")
+    assert whole.count("<|im_start|>system") == bool(system) and text == "yes<|im_end|>\nno<|im_end|>\n"
+
+
+def test_auto_recognises_the_other_templates():
+    assert counted(*make_renderer(Letters("plain"), "auto")(TALK, [], "x"))[0] == "yesno"
+    gemma = Letters("gemma4")
+    gemma.chat_template = "{% ... %}<|turn>model"
+    assert EMPTY_THOUGHT in counted(*make_renderer(gemma, "auto")(TALK, [], "x"))[1]
+
+
+@pytest.mark.parametrize(("kind", "template"), [("qwen", "qwen"), ("qwen", "tokenizer"), ("gemma4", "gemma4"),
+                                                ("plain", "tokenizer")])
+def test_nothing_counts_behind_an_answer_that_was_cut(kind, template):
+    """One in the middle stands there as the model saw it afterwards; the last one ends the text."""
+    render = make_renderer(Letters(kind), template)
+    end = {"qwen": "<|im_end|>\n", "gemma4": "<turn|>\n", "plain": ""}[kind]
+    text, whole = counted(*render(TALK, ["length", "stop"], "here"))
+    assert text == f"yesno{end}" and whole == counted(*render(TALK, [], "here"))[1]
+    text, whole = counted(*render(TALK, ["stop", "length"], "here"))
+    assert text == f"yes{end}no" and whole.endswith("no")
+
+
+def test_how_answers_ended_is_read_from_the_lines(tmp_path):
+    talk = {"conversations": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "w" * 20}]}
+    lines = [{**talk, "endings": [ending]} for ending in ("stop", "length")]
+    read = read_data([write(tmp_path / "d.jsonl", *lines)], Letters("qwen"), TrainConfig(valid=0.0), 300).train
+    assert [int(read.row(i)[1].sum()) for i in range(2)] == [20 + len("<|im_end|>\n"), 20]
+
+
+@pytest.mark.parametrize("endings", [["stop"], ["stop"] * 3, "stop"])
+def test_endings_belong_to_the_answers(endings):
+    with pytest.raises(FormatError, match="line 3: endings must say of each of 2 answers"):
+        make_renderer(Letters("qwen"), "qwen")(TALK, endings, "line 3")
+
+
+def test_a_cut_answer_that_the_template_rewrites_cannot_be_told():
+    class Shouting(Letters):
+        def apply_chat_template(self, messages, **options):
+            return super().apply_chat_template([{**m, "content": m["content"].upper()} for m in messages], **options)
+
+    with pytest.raises(FormatError, match="here: the chat template rewrites"):
+        make_renderer(Shouting("plain"), "tokenizer")(TALK, ["stop", "length"], "here")
 
 
 @pytest.mark.parametrize("messages", [[], [{"role": "assistant", "content": "a"}], [{"role": "user", "content": "a"}],
@@ -80,12 +147,12 @@ def test_auto_recognises_the_templates():
                                       [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]])
 def test_what_is_no_dialogue(messages):
     with pytest.raises(FormatError, match="line 3: not a dialogue"):
-        make_renderer(Letters("qwen"), "qwen")(messages, "line 3")
+        make_renderer(Letters("qwen"), "qwen")(messages, [], "line 3")
 
 
 def test_a_template_that_does_not_fit():
     with pytest.raises(FormatError, match="give --template tokenizer"):
-        make_renderer(Letters("plain"), "qwen")(TALK, "here")
+        make_renderer(Letters("plain"), "qwen")(TALK, [], "here")
 
 
 def write(path, *entries):
@@ -179,6 +246,24 @@ def test_a_real_tokenizer(tmp_path):
     tokenizer = embedded_pair().tokenizer
     ids, mask = read_data([text], tokenizer, SETTINGS, 4096).train.row(0)
     assert ids[0] == 0 and tokenizer.decode(ids[1:].tolist()).startswith("import os\nimport") and mask.all()
+
+
+def test_a_long_text_brings_no_warning(tmp_path):
+    """The small pair's tokenizer names 2048 tokens; plain text is cut into windows only after it is encoded."""
+    heard, handler = [], logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logging.getLogger("transformers").addHandler(handler)
+    tokenizer = load(ASSETS / "target", False).tokenizer
+    try:
+        loud = PreTrainedTokenizerFast(tokenizer_file=str(ASSETS / "target" / "tokenizer.json"), model_max_length=2048)
+        loud.encode("import os\n" * 3000)
+        assert len(heard) == 1  # so it would be heard
+        text = tmp_path / "a.py"
+        text.write_text("import os\n" * 3000)
+        assert len(read_data([text], tokenizer, SETTINGS, 4096).train) > 200
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    assert len(heard) == 1
 
 
 def test_settings_of_a_file_and_of_options(tmp_path):

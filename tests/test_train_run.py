@@ -40,8 +40,8 @@ def thin(tmp_path_factory):
 @pytest.fixture
 def run_of(thin, text):
     """A run of settings that differ from `TINY`, by default for the thin target."""
-    def made(model=thin, **changes):
-        return make_run(str(model), None, (text,), TrainConfig(**{**TINY, **changes}), Notes())
+    def made(model=thin, start=None, **changes):
+        return make_run(str(model), None, (text,), TrainConfig(**{**TINY, **changes}), Notes(), start)
 
     return made
 
@@ -263,6 +263,42 @@ def test_the_same_seed_gives_the_same_first_weights():
     first, second, other = (new_draft(config, pair.target, seed)[0] for seed in (1, 1, 2))
     assert mx.array_equal(first.backbone.fc.weight, second.backbone.fc.weight)
     assert not mx.array_equal(first.backbone.fc.weight, other.backbone.fc.weight)
+
+
+def finished(run, out):
+    trainer = Trainer(run, out, False)
+    list(trainer.reports())
+    return out
+
+
+def weights(run):
+    return dict(tree_flatten(run.draft.parameters()))
+
+
+def test_a_run_may_start_with_another_draft(run_of, tmp_path):
+    """Its weights are those of the file, another head is new, and another block length does not matter."""
+    first = finished(run_of(), tmp_path / "first")
+    stored = dict(tree_flatten(read_draft(first).parameters()))
+    same, rnn, fresh = run_of(start=first), run_of(start=first, head="rnn", gamma=5), run_of()
+    names = [name for name in stored if not name.startswith("tables.")]
+    assert all(mx.array_equal(weights(same)[name], stored[name].astype(mx.float32)) for name in names)
+    backbone = [name for name in names if name.startswith("backbone.")]
+    assert all(mx.array_equal(weights(rnn)[name], weights(same)[name]) for name in backbone)
+    assert not mx.array_equal(weights(same)["backbone.fc.weight"], weights(fresh)["backbone.fc.weight"])
+    trainer = Trainer(same, tmp_path / "second", False)
+    held_out = [report.sums.tau for report in trainer.reports() if isinstance(report, Validation)]
+    last = (first / "valid.csv").read_text().splitlines()[-1].split(",")
+    assert held_out[0] == pytest.approx(float(last[2]), rel=0.01)  # it goes on from where the first one ended
+    with pytest.raises(FormatError, match="start"):
+        Trainer(run_of(), tmp_path / "second", True)
+
+
+def test_what_a_run_cannot_start_with(run_of, tmp_path):
+    first = finished(run_of(steps=1), tmp_path / "first")
+    with pytest.raises(ValueError, match="leave --start out"):
+        run_of(start=first, layers=2)
+    with pytest.raises(ValueError, match="backbone.fc.weight has shape .* of the same layers and taps"):
+        run_of(start=first, taps=(1,))
 
 
 def _config(pair):

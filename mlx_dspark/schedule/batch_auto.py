@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from ..structs import Round
 from .batch_rate import ByCost, reason
@@ -88,8 +89,9 @@ class BatchAuto(ByCost):
         confidences, taken = [self.current(line) for line in lines], [self.taken(line) for line in lines]
         rows = [survivals(own) if line.fixed is None else [] for line, own in zip(lines, confidences, strict=True)]
         price, prices = self._price([line.depth for line in lines]), self.prices(lines)
-        looks = any(line.confidences is not None for line in lines)
-        if any(line.proposed for line in lines):
+        chosen = [line for line in lines if line.proposed and line.fixed is None]
+        looks = any(line.confidences is not None for line in chosen)
+        if chosen:
             self._looked = looks
         if looks:
             forecasts = [self.known[line.request].forecast for line in lines]
@@ -265,7 +267,8 @@ class _Shares:
     """
 
     def __init__(self, gains: Iterable[float], costs: Sequence[float]):
-        self._costs = costs
+        # What was measured cheaper for more requests is no dearer for fewer.
+        self._costs = costs = list(accumulate(reversed(costs), min))[::-1]
         ordered = sorted(gains, reverse=True)
         self.chosen, total, best = 0, 0.0, -costs[0]
         for count, gain in enumerate(ordered, start=1):

@@ -18,7 +18,7 @@ from ..flight import Flight
 from ..load import Pair
 from ..schedule import Policy
 from ..schedule.batch import BatchPolicy
-from ..schedule.lines import Line, Plan
+from ..schedule.lines import Line
 from ..structs import Round, Schedule
 from .packed import forward_many
 from .prefix import Hit
@@ -118,7 +118,8 @@ class Batch:
         if not members:
             return
         flights, lines = propose(self, members)
-        verify(self, members, flights, schedule(self, members, flights, lines))
+        schedules, layout = schedule(self, members, flights, lines)
+        verify(self, members, flights, schedules, layout)
         self._flying += [Departure(*both) for both in zip(members, flights, strict=True)]
 
     def _land(self, flying: Sequence[Departure]) -> list[Landed]:
@@ -161,28 +162,37 @@ def propose(batch: Batch, members: Sequence[Member]) -> tuple[list[Flight], list
     return flights, lines
 
 
-def schedule(batch: Batch, members: Sequence[Member], flights: Sequence[Flight], lines: Sequence[Line]) -> Plan:
-    """Share out the rows; confidences are read, all at once, where somebody decides by them now."""
-    looking = [
+def schedule(
+    batch: Batch, members: Sequence[Member], flights: Sequence[Flight], lines: Sequence[Line]
+) -> tuple[list[Schedule], str]:
+    """Share out the rows: each request's part, and the layout of the forward.
+
+    Confidences are read, all at once, where somebody decides by them now.
+    """
+    _read_confidences([
         flight for member, flight in zip(members, flights, strict=True)
         if flight.proposed and (batch.policy if member.own is None else member.own).reads_confidence
-    ]
-    _read_confidences(looking)
-    return batch.policy.after([
-        replace(line, confidences=flight.confidences, fixed=None if member.own is None else
-                member.own.after(flight.proposed, flight.confidences).drafts)
-        for line, member, flight in zip(lines, members, flights, strict=True)
     ])
+    own = [None if member.own is None else member.own.after(flight.proposed, flight.confidences)
+           for member, flight in zip(members, flights, strict=True)]
+    plan = batch.policy.after([
+        replace(line, confidences=flight.confidences, fixed=None if mine is None else mine.drafts)
+        for line, flight, mine in zip(lines, flights, own, strict=True)
+    ])
+    return [plan.schedule(member.number) if mine is None else mine
+            for member, mine in zip(members, own, strict=True)], plan.layout
 
 
-def verify(batch: Batch, members: Sequence[Member], flights: Sequence[Flight], plan: Plan) -> None:
+def verify(
+    batch: Batch, members: Sequence[Member], flights: Sequence[Flight], schedules: Sequence[Schedule], layout: str
+) -> None:
     """Run every anchor with its admitted drafts through the target, and judge them one request at a time."""
-    for member, flight in zip(members, flights, strict=True):
-        admit(member.run, flight, plan.schedule(member.number))
+    for member, flight, own in zip(members, flights, schedules, strict=True):
+        admit(member.run, flight, own)
     caches = [member.run.cache for member in members]
-    verified = forward_many(batch.pair.target, [flight.inputs for flight in flights], caches, batch.taps, plan.layout)
-    for member, flight, own in zip(members, flights, verified, strict=True):
-        judge(member.run, flight, own)
+    verified = forward_many(batch.pair.target, [flight.inputs for flight in flights], caches, batch.taps, layout)
+    for member, flight, logits in zip(members, flights, verified, strict=True):
+        judge(member.run, flight, logits)
 
 
 def _line(member: Member) -> Line:

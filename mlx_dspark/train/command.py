@@ -54,6 +54,8 @@ def _taps(context: click.Context, parameter: click.Parameter, value: str | None)
 @click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder of the draft.")
 @click.option("--config", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="TOML file of settings.")
 @click.option("--resume", is_flag=True, help="Continue the run in --out.")
+@click.option("--start", type=click.Path(exists=True, file_okay=False, path_type=Path),
+              help="Begin with the weights of this draft, not with random ones. Other heads begin anew.")
 @click.option("--features", type=click.Path(file_okay=False, path_type=Path),
               help="Keep the target's hidden states in this folder instead of running it in every step.")
 @click.option("--yes", is_flag=True, help="Do not ask before writing --features.")
@@ -61,7 +63,8 @@ def _taps(context: click.Context, parameter: click.Parameter, value: str | None)
 @setting_options
 @run_command
 def command(model: str | None, revision: str | None, files: tuple[Path, ...], out: Path, config: Path | None,
-            resume: bool, features: Path | None, yes: bool, plot: Path | None, **overrides: Any) -> None:
+            resume: bool, start: Path | None, features: Path | None, yes: bool, plot: Path | None,
+            **overrides: Any) -> None:
     """Train a draft for a target on dialogues or plain text.
 
     The draft, in DeepSpec's layout, lies in --out and is usable at any time; curve.csv and valid.csv record the run.
@@ -76,7 +79,7 @@ def command(model: str | None, revision: str | None, files: tuple[Path, ...], ou
     from .curve import panels
     from .trainer import Trainer
 
-    run = make_run(model, revision, files, settings, notes)
+    run = make_run(model, revision, files, settings, notes, start)
     if features is not None:
         run = stored_run(run, features, yes, notes)
     trainer = Trainer(run, out, resume)
@@ -91,9 +94,13 @@ def command(model: str | None, revision: str | None, files: tuple[Path, ...], ou
 
 
 def make_run(
-    model: str | None, revision: str | None, files: tuple[Path, ...], settings: TrainConfig, notes: Notes
+    model: str | None, revision: str | None, files: tuple[Path, ...], settings: TrainConfig, notes: Notes,
+    start: Path | None = None,
 ) -> Run:
-    """Load the target, read the data, make the draft, and check that they belong together."""
+    """Load the target, read the data, make the draft, and check that they belong together.
+
+    start: a draft whose weights the new one begins with.
+    """
     import mlx.core as mx
 
     from ..convert.files import read_config as read_model_config
@@ -103,7 +110,7 @@ def make_run(
     from ..store import content_hash
     from .data import read_data
     from .features import Online
-    from .recipe import check_head, draft_config, new_draft
+    from .recipe import check_head, draft_config, new_draft, start_with
     from .tasks import make_task
     from .trainer import Run
 
@@ -119,6 +126,8 @@ def make_run(
     facts = draft_config(read_model_config(folder), target, pair.tokenizer, settings)
     draft, spec = new_draft(facts, target, settings.seed)
     check_pair(target, draft, pair.tokenizer)
+    if start is not None and (fresh := start_with(draft, start)):
+        notes.say(f"{start} has no {', '.join(fresh)} of this shape: random weights there")
     data = read_data(files, pair.tokenizer, settings, target.vocab_size, notes.progress)
     if data.dropped:
         notes.say(f"{data.dropped} sequences hold fewer than {settings.min_tokens} tokens to train on and were dropped")
@@ -126,7 +135,8 @@ def make_run(
         notes.say(f"{data.cut} sequences are longer than {settings.max_length} tokens and were cut")
     check_head(draft, target, mx.array(data.train.row(0)[0][None, :64]), spec.taps)
     identity = {**settings.identity(), "taps": list(spec.taps), "data": data.train.digest(),
-                "target": content_hash(target.model), "features": "online"}
+                "target": content_hash(target.model), "features": "online",
+                "start": None if start is None else content_hash(draft)}
     features = Online(target, spec.taps)
     return Run(draft, facts, settings, data, features, features, make_task(settings, spec), identity, _dtype(settings))
 

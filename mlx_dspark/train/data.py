@@ -180,7 +180,7 @@ def _entry(
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         raise FormatError(f"{where}: not an object with conversations, messages, text, or ids and loss_mask of one "
                           "length: correct or remove the line") from None
-    return renderer(messages, where)
+    return renderer(messages, entry.get("endings") or [], where)
 
 
 def _given(ids: Any, mask: Any) -> tuple[np.ndarray, np.ndarray]:

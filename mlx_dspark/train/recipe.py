@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map_with_path
+from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
 from ..convert import deepspec, eagle3
 from ..draft import BlockDraft, DraftSpec, Eagle3Draft
+from ..load import read_draft
 from ..target import Target
 from .config import TrainConfig
 from .model import freeze
 
 MASKS = ("<|mask|>", "<mask>", "[MASK]")
+HEAD_PARTS = ("markov_head", "confidence_head")
 W1_SPREAD, W2_SPREAD = 0.5, 0.02  # of the first weights: with both small the transition bias starts slowly
 _UNUSED = re.compile(r"<\|?(unused|reserved|extra)\w*\|?>")
 _QWEN3 = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
@@ -95,6 +98,26 @@ def new_draft(config: Mapping[str, Any], target: Target, seed: int) -> tuple[Blo
     draft.tables.embed_tokens.weight, draft.tables.lm_head.weight = embedding, head
     mx.eval(draft.parameters())
     return freeze(draft), spec
+
+
+def start_with(draft: BlockDraft | Eagle3Draft, folder: Path) -> list[str]:
+    """Give a new draft the weights of another one; gives the names of those that stay new.
+
+    The backbone must have the same shapes. Heads may differ: what the other draft lacks begins anew. The tables stay
+    the target's. Raises ValueError for another backbone.
+    """
+    given = dict(tree_flatten(read_draft(folder).parameters()))
+    own = {name: array for name, array in tree_flatten(draft.parameters()) if not name.startswith("tables.")}
+    fits = {name for name, array in own.items() if name in given and given[name].shape == array.shape}
+    strange = sorted(name for name in own.keys() - fits if name.split(".")[0] not in HEAD_PARTS)
+    if strange:
+        name = strange[0]
+        has = f"has shape {given[name].shape}" if name in given else "is missing"
+        raise ValueError(f"{name} {has} in {folder} and has shape {own[name].shape} here: start with an unquantised "
+                         "draft of the same layers and taps, or leave --start out")
+    draft.update(tree_unflatten([(name, given[name].astype(own[name].dtype)) for name in sorted(fits)]))
+    mx.eval(draft.parameters())
+    return sorted(own.keys() - fits)
 
 
 def _first_weight(name: str, array: mx.array) -> mx.array:
