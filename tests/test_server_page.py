@@ -5,12 +5,14 @@ import shutil
 from contextlib import contextmanager
 
 import pytest
-from stand_in import StandIn, chat_model, chat_tokenizer, failing, generated, plain_model, saying, serving
+from playwright.sync_api import expect, sync_playwright
+from stand_in import StandIn, chat_model, chat_tokenizer, failing, generated, plain_model, saying, serving, wait_until
 
 from mlx_dspark.server.security import Guard
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser",
                                                "google-chrome", "chrome"))), None)
+expect.set_options(timeout=20_000)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed: apt-get install chromium")
 WORDS = ["", "let us", " count to", " <b>ten</b>"]
 
@@ -21,8 +23,6 @@ def talker():
 
 @pytest.fixture(scope="module")
 def browser():
-    from playwright.sync_api import sync_playwright
-
     with sync_playwright() as tools:
         running = tools.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         yield running
@@ -54,21 +54,21 @@ def ask(page, text="hello"):
 def test_a_conversation_and_its_rounds(browser):
     engine = StandIn(saying(*WORDS))
     with page_of(browser, engine, talker()) as page:
-        page.wait_for_function("document.querySelector('#model').textContent === 'small'")
+        expect(page.locator("#model")).to_have_text("small")
         ask(page)
         page.wait_for_selector("article.answer[data-done]")
         answer = page.locator("article.answer").last
         assert answer.inner_text() == "let us count to <b>ten</b>"  # the model's text is no HTML
         assert answer.locator("b").count() == 0
         assert answer.locator(".draft").count() > 0 and answer.locator(".own").count() == 3
-        page.wait_for_function("document.querySelector('#rounds').textContent === '3'")
+        expect(page.locator("#rounds")).to_have_text("3")
         assert float(page.inner_text("#tau")) > 1
         assert page.locator("#bars .kept").count() == 3
         ask(page, "again")
-        page.wait_for_function("document.querySelectorAll('article.answer[data-done]').length === 2")
+        expect(page.locator("article.answer[data-done]")).to_have_count(2)
         said = talker().tokenizer.decode(engine.seen[1].prompt)
         assert said == "<user>hello<assistant>let us count to <b>ten</b><user>again<assistant>"
-        page.wait_for_function("document.querySelector('#server-tau').textContent === '2.50'")
+        expect(page.locator("#server-tau")).to_have_text("2.50")
         assert page.problems == []
 
 
@@ -92,10 +92,9 @@ def test_stop_leaves_the_engine_free(browser):
         ask(page)
         page.wait_for_selector("article.answer .round")
         page.click("#stop")
-        page.wait_for_function("document.querySelector('#note').textContent.startsWith('stopped')")
-        page.wait_for_function("!document.querySelector('#send').disabled")
-        page.wait_for_timeout(300)
-        assert engine.finished == {"cancelled": 1} and page.problems == []
+        expect(page.locator("#note")).to_contain_text("stopped")
+        expect(page.locator("#send")).to_be_enabled()
+        assert wait_until(lambda: engine.finished == {"cancelled": 1}) and page.problems == []
 
 
 def test_a_failure_is_shown(browser):
@@ -111,7 +110,7 @@ def test_the_key_is_asked_for(browser):
         assert "API key" in page.inner_text("#note")
         page.fill("#key", "secret")
         page.press("#key", "Tab")
-        page.wait_for_function("document.querySelector('#model').textContent === 'small'")
+        expect(page.locator("#model")).to_have_text("small")
         ask(page)
         page.wait_for_selector("article.answer[data-done]")
         assert page.locator("article.answer").inner_text() == "hi"
