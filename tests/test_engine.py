@@ -269,6 +269,15 @@ def test_a_failure_ends_those_who_are_served_and_the_engine_goes_on(pair, monkey
     assert serving.metrics().finished == {"error": 2, "length": 1}
 
 
+def test_a_request_that_cannot_begin_ends_alone(pair, monkeypatch):
+    with Engine(pair, EngineOptions(policy="plain")) as serving:
+        with monkeypatch.context() as patch:
+            patch.setattr("mlx_dspark.serve.engine.Run", out_of_memory)
+            with pytest.raises(EngineError, match="no memory left"):
+                collected(serving.submit(greedy()[0]))
+        assert collected(serving.submit(greedy()[1])) == alone(pair, greedy()[1])
+
+
 def out_of_memory(*arguments, **options):
     raise RuntimeError("no memory left\nand a long story")
 

@@ -260,13 +260,20 @@ class Engine:
     def _serve(self) -> None:
         try:
             with self.pair.target.wired():
-                while self._attend():
-                    try:
-                        self._step()
-                    except Exception as error:  # out of memory, say: whoever is served loses, the engine goes on
-                        self._fail(EngineError(f"the engine failed: {first_line(error)}"))
+                while self._survives():
+                    pass
         finally:
             mx.clear_streams()  # mlx aborts the process at its exit if a thread leaves its streams behind
+
+    def _survives(self) -> bool:
+        """One step; False when all is done. What goes wrong (memory, say) ends those who are served, not the engine."""
+        try:
+            if not self._attend():
+                return False
+            self._step()
+        except Exception as error:
+            self._fail(EngineError(f"the engine failed: {first_line(error)}"))
+        return True
 
     def _attend(self) -> bool:
         """Wait for work, let clients leave and others in; False when all is done."""
