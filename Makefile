@@ -15,9 +15,10 @@ RUN = $(VENV)/bin/python
 TINY = build/tiny
 TINY_RUN = PYTHONPATH=examples $(RUN) -m
 TINY_BUDGET = --minutes 170
-TINY_DRAFT = --layers 1 --rank 48 --taps 1,2,4 --max-length 256 --batch 8 --anchors 64 --lr 2e-3 --columns 256 \
-	--steps 4000 --seed 1
-TINY_HEADS = --steps 200
+TINY_DRAFT = --layers 1 --rank 48 --taps 1,2,4 --anchors 64 --columns 256
+TINY_FIRST = --max-length 256 --batch 8 --lr 2e-3 --steps 4000 --seed 1
+TINY_LAST = --max-length 384 --batch 6 --lr 1e-3 --steps 700 --seed 2
+TINY_HEADS = --steps 400
 TINY_DOCS =
 ASSETS = mlx_dspark/assets/tiny
 
@@ -51,10 +52,24 @@ $(TINY)/target.done: $(TINY)/tokenizer.done
 	@touch $@
 
 # The draft reads a quarter of the chat texts: the corpus holds three times as much of them as of code or docs.
-$(TINY)/draft.done: $(TINY)/target.done
+$(TINY)/first.done: $(TINY)/target.done
 	head -n 10000 $(TINY)/corpus/chat.train.jsonl > $(TINY)/draft-chat.jsonl
-	$(RUN) -m mlx_dspark.train --model $(TINY)/target --out $(TINY)/draft --data $(TINY)/corpus/code.train.jsonl \
-		--data $(TINY)/corpus/docs.train.jsonl --data $(TINY)/draft-chat.jsonl $(TINY_DRAFT) \
+	$(RUN) -m mlx_dspark.train --model $(TINY)/target --out $(TINY)/first --data $(TINY)/corpus/code.train.jsonl \
+		--data $(TINY)/corpus/docs.train.jsonl --data $(TINY)/draft-chat.jsonl $(TINY_DRAFT) $(TINY_FIRST) \
+		$(if $(wildcard $(TINY)/first/training_state.safetensors),--resume)
+	@touch $@
+
+$(TINY)/own.done: $(TINY)/target.done
+	$(TINY_RUN) tiny.own --out $(TINY) --count 2000
+	@touch $@
+
+# Then it goes on with texts of the target's own, and one in ten of the others.
+$(TINY)/draft.done: $(TINY)/first.done $(TINY)/own.done
+	head -n 1600 $(TINY)/own.jsonl > $(TINY)/draft-own.jsonl
+	awk 'NR % 10 == 1' $(TINY)/corpus/code.train.jsonl > $(TINY)/draft-code.jsonl
+	awk 'NR % 10 == 1' $(TINY)/corpus/docs.train.jsonl > $(TINY)/draft-docs.jsonl
+	$(RUN) -m mlx_dspark.train --model $(TINY)/target --out $(TINY)/draft --start $(TINY)/first \
+		$(foreach kind,own code docs,--data $(TINY)/draft-$(kind).jsonl) $(TINY_DRAFT) $(TINY_LAST) \
 		$(if $(wildcard $(TINY)/draft/training_state.safetensors),--resume)
 	@touch $@
 
@@ -66,7 +81,7 @@ $(TINY)/temperatures.json: $(TINY)/draft.done
 		--data $(TINY)/calibration.jsonl --rounds 4000 --list-only > $(TINY)/temperatures.partial
 	mv $(TINY)/temperatures.partial $@
 
-tiny-heads: $(TINY)/draft.done
+tiny-heads: $(TINY)/first.done
 	$(TINY_RUN) tiny.heads --out $(TINY) $(TINY_HEADS)
 
 clean-tiny:

@@ -324,7 +324,7 @@ def compared(tmp_path, monkeypatch):
     for kind in corpora.KINDS:
         lines = [json.dumps({"name": f"{n}", "text": f"{kind} {n}"}) + "\n" for n in range(100)]
         (tmp_path / "corpus" / f"{kind}.train.jsonl").write_text("".join(lines))
-    shutil.copytree(GOLDEN / "qwen3_dspark_vanilla", tmp_path / "draft")
+    shutil.copytree(GOLDEN / "qwen3_dspark_vanilla", tmp_path / "first")
     (tmp_path / "packed").mkdir()
     prompts = [{"kind": kind, "ids": [0, n]} for n in range(3) for kind in corpora.KINDS]
     (tmp_path / "packed" / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
@@ -359,7 +359,7 @@ def test_heads_are_compared_on_the_same_texts_and_prompts(compared):
     assert len(trained) == 9 and len(stores) == 1 and len(commands) == 27
     (backbone,) = {args[args.index("--start") + 1] for args in trained}
     given = read_draft(Path(backbone))
-    assert given.spec.markov == "none" and given.spec.taps == read_draft(out / "draft").spec.taps
+    assert given.spec.markov == "none" and given.spec.taps == read_draft(out / "first").spec.taps
     shorter = next(heads.results(out, 9, decode=False))
     assert (heads.line(shorter), heads.header(False)[1].count("|")) == ("| 4 | vanilla | 1.500 |", 4)
 

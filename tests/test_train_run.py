@@ -266,8 +266,7 @@ def test_the_same_seed_gives_the_same_first_weights():
 
 
 def finished(run, out):
-    trainer = Trainer(run, out, False)
-    list(trainer.reports())
+    list(Trainer(run, out, False).reports())
     return out
 
 

@@ -1,10 +1,10 @@
 """Train every sequential head at three block lengths on the same stored features, and compare them.
 
-    PYTHONPATH=examples python -m tiny.heads --out build/tiny --steps 200
+    PYTHONPATH=examples python -m tiny.heads --out build/tiny --steps 400
 
-All nine begin with the backbone of the draft in OUT, so that few steps tell heads apart, and with a new head. Works in
-OUT/heads: a part of the training texts, one store of features for all, a folder a draft. What is finished there is not
-done again.
+All nine begin with the backbone of the draft in OUT/first, so that few steps tell heads apart, and with a new head.
+Works in OUT/heads: a part of the training texts, one store of features for all, a folder a draft. What is finished
+there is not done again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .corpora import KINDS
 
 HEADS, GAMMAS, TEMPERATURES = ("vanilla", "gated", "rnn"), (4, 7, 11), (0, 1)
 EVERY = {"code": 10, "docs": 10, "chat": 30}  # one text in so many: about 280,000 tokens of each kind
-DRAFT = {"layers": 1, "rank": 48, "taps": "1,2,4", "max-length": 256, "batch": 8, "anchors": 64, "lr": 2e-3,
+DRAFT = {"layers": 1, "rank": 48, "taps": "1,2,4", "max-length": 256, "batch": 8, "anchors": 32, "lr": 2e-3,
          "columns": 256, "seed": 1, "valid-every": 0}
 LENGTH = 128  # tokens of an answer that is measured
 
@@ -77,15 +77,15 @@ def train(out: Path, head: str, gamma: int, steps: int, files: list[Path]) -> Pa
 
 
 def _backbone(out: Path) -> Path:
-    """The draft in OUT without its heads."""
+    """The first draft without its heads."""
     folder = out / "heads" / "backbone"
     if not (folder / "config.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        arrays, about = mx.load(str(out / "draft" / "model.safetensors"), return_metadata=True)
+        arrays, about = mx.load(str(out / "first" / "model.safetensors"), return_metadata=True)
         heads = ("markov_head", "confidence_head")
         kept = {name: array for name, array in arrays.items() if not name.startswith(heads)}
         mx.save_safetensors(str(folder / "model.safetensors"), kept, about)
-        config = json.loads((out / "draft" / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((out / "first" / "config.json").read_text(encoding="utf-8"))
         config |= {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
         config.pop("markov_head_type", None)
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -104,11 +104,13 @@ def evaluate(out: Path, draft: Path, temperature: int, prompts: list[Path]) -> d
     return {kind: data[f"prompts-{kind}"]["acceptance_length"] for kind in KINDS}
 
 
-def results(out: Path, steps: int, decode: bool = True) -> Iterator[Result]:
+def results(
+    out: Path, steps: int, decode: bool = True, gammas: tuple[int, ...] = GAMMAS
+) -> Iterator[Result]:
     """Train and measure one draft after another. decode: with the held-out prompts, too."""
     files = take_part(out / "corpus", out / "heads" / "texts")
     prompts = split_prompts(out / "packed" / "heldout.jsonl", out / "heads")
-    for gamma, head in product(GAMMAS, HEADS):
+    for gamma, head in product(gammas, HEADS):
         draft = train(out, head, gamma, steps, files)
         with (draft / "valid.csv").open(newline="", encoding="utf-8") as file:
             expected = float(list(csv.DictReader(file))[-1]["tau"])
@@ -143,15 +145,16 @@ def _run(command: str, *args: object) -> None:
 
 @click.command(help=__doc__.split("\n", 1)[0] if __doc__ else None)
 @click.option("--out", type=click.Path(path_type=Path), default=Path("build/tiny"), show_default=True)
-@click.option("--steps", type=click.IntRange(1), default=200, show_default=True, help="Of each of the nine drafts.")
+@click.option("--steps", type=click.IntRange(1), default=400, show_default=True, help="Of each of the nine drafts.")
 @click.option("--decode/--no-decode", default=True, show_default=True, help="Measure tau by decoding, too.")
-def main(out: Path, steps: int, decode: bool) -> None:
+@click.option("--gamma", "gammas", type=click.IntRange(1), multiple=True, help="Repeatable. Default: 4, 7, 11.")
+def main(out: Path, steps: int, decode: bool, gammas: tuple[int, ...]) -> None:
     if not (out / "packed" / "heldout.jsonl").exists():
         raise click.ClickException(f"{out / 'packed'} holds no prompts: run python -m tiny.pack first")
-    if not (out / "draft" / "model.safetensors").exists():
+    if not (out / "first" / "model.safetensors").exists():
         raise click.ClickException(f"{out / 'draft'} holds no draft: run make tiny first")
     try:
-        for number, result in enumerate(results(out, steps, decode)):
+        for number, result in enumerate(results(out, steps, decode, gammas or GAMMAS)):
             click.echo("\n".join([*(header(decode) if number == 0 else []), line(result)]))
     except (ValueError, FileNotFoundError) as error:
         raise click.ClickException(str(error)) from None
