@@ -98,6 +98,17 @@ def compute_dtype(name: str) -> mx.Dtype | None:
     return getattr(mx, name)  # type: ignore[no-any-return]
 
 
+def memory_bytes() -> int:
+    """Memory that the device in force may use: a GPU's own, else the machine's."""
+    import mlx.core as mx
+
+    facts = {} if on_cpu() else mx.device_info()
+    for name in ("max_recommended_working_set_size", "total_memory", "memory_size"):
+        if isinstance(facts.get(name), int):
+            return facts[name]  # type: ignore[no-any-return]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 @cache
 def machine() -> dict[str, Any]:
     """Chip, system, versions and BLAS in force: printed with every number that depends on them."""

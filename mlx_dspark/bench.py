@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .commands import SETTINGS, Notes, open_pair, pair_options, run_command
+from .plot import check_plot, plot_lines
 from .samples import read_prompts
 
 if TYPE_CHECKING:
@@ -189,22 +190,69 @@ def command(context: click.Context, policies: str, prompts: Path | None, count: 
             check: bool, **pair_fields: Any) -> None:
     """Time plain mlx_lm, our plain loop and speculation; one JSON document on stdout.
 
-    `bench kernels` times the kernel ops instead.
+    `bench kernels` times the kernel ops instead, `bench requests` several requests at once.
     """
     if context.invoked_subcommand is not None:
         return
     notes = Notes()
     pair = open_pair(notes, **pair_fields)
-    if prompts is None and pair_fields["model"] is not None:
-        raise click.UsageError("the default prompts belong to the small pair: give --prompts FILE for another model")
-    from .load import ASSETS
-
-    chosen = read_prompts(prompts or ASSETS / "heldout.jsonl", pair)
-    chosen = chosen[:: max(1, len(chosen) // count)][:count]
+    chosen = _choose(pair, prompts, count, pair_fields["model"])
     document = bench(pair, chosen, policies.split(",") if pair.draft else [], max_tokens, repeats, notes.progress)
     click.echo(json.dumps(document, indent=1))
     if check and not all(entry["texts_equal"]["near_ties"] for entry in document["contenders"].values()):
         raise click.ClickException("a text differs from mlx_lm's beyond a near-tie: see texts_equal")
+
+
+@command.command("requests", context_settings=SETTINGS)
+@pair_options
+@click.option("--loads", default="1,4,8,16", help="Requests decoded together, separated by commas.")
+@click.option("--policy", "policies", default="fixed:2,fixed:4,fixed,auto", help="Policies beside plain, by commas.")
+@click.option("--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="As for `bench`.")
+@click.option("--count", type=click.IntRange(1), default=16, help="How many prompts of the file.")
+@click.option("-m", "--max-tokens", type=click.IntRange(2), default=96)
+@click.option("--repeats", type=click.IntRange(1), default=3)
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw it: a .png or .svg file (needs matplotlib).")
+@run_command
+def requests_command(loads: str, policies: str, prompts: Path | None, count: int, max_tokens: int, repeats: int,
+                     plot: Path | None, **pair_fields: Any) -> None:
+    """Throughput of several requests at once by policy, and the latency of one; one JSON document on stdout."""
+    counts = loads.split(",")
+    if not all(text.isdecimal() and int(text) for text in counts):
+        raise click.UsageError(f"--loads is {loads!r}: give counts separated by commas, as in 1,4,16")
+    if plot is not None:
+        check_plot(plot)
+    notes = Notes()
+    pair = open_pair(notes, **pair_fields)
+    chosen = _choose(pair, prompts, count, pair_fields["model"])
+    from .bench_requests import bench_requests
+
+    document = bench_requests(pair, chosen, [int(text) for text in counts], policies.split(",") if pair.draft else [],
+                              max_tokens, repeats, notes.progress)
+    notes.progress("")
+    if plot is not None:
+        panels = {title: _lines(document, name) for title, name in
+                  (("rows of a request in a round", "rows_per_request"), ("tokens per second", "tokens_per_second"))}
+        plot_lines(plot, panels, "requests at once")
+    click.echo(json.dumps(document, indent=1))
+
+
+def _choose(pair: Pair, prompts: Path | None, count: int, model: str | None) -> list[list[int]]:
+    """Up to `count` prompts from all over the file."""
+    if prompts is None and model is not None:
+        raise click.UsageError("the default prompts belong to the small pair: give --prompts FILE for another model")
+    from .load import ASSETS
+
+    found = read_prompts(prompts or ASSETS / "heldout.jsonl", pair)
+    return found[:: max(1, len(found) // count)][:count]
+
+
+def _lines(document: dict[str, Any], value: str) -> dict[str, list[tuple[float, float]]]:
+    """Policy -> points (requests, value)."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for load, policies in document["loads"].items():
+        for policy, report in policies.items():
+            lines.setdefault(policy, []).append((int(load), report[value]))
+    return lines
 
 
 @command.command("kernels", context_settings=SETTINGS)

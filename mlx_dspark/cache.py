@@ -9,11 +9,13 @@ only steps of two or more rows can have a rejected draft.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
 from .errors import CacheError
@@ -92,6 +94,30 @@ class TargetCache:
                     part._idx = rows
         mx.eval(self.arrays)
 
+    def prefix(self, length: int) -> TargetCache | None:
+        """A cache of the first `length` positions; both may grow, neither sees the other.
+
+        None where they cannot be had: a window that has moved on only has its end, and positions that were
+        quantised would not be so yet in a run of their own.
+        """
+        early = self._options.bits is not None and self._quantised and length < self._options.start
+        if length > self.offset or early:
+            return None
+        cut = copy.copy(self)
+        cut.layers, cut.offset = [], length
+        for layer in self.layers:
+            make = _PREFIX.get(type(layer))
+            part = None if make is None else make(layer, length, self.offset)
+            if part is None:
+                return None
+            cut.layers.append(part)
+        return cut
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory that the layers' keys and values take."""
+        return sum(x.nbytes for _, x in tree_flatten(self.arrays) if isinstance(x, mx.array))
+
     @property
     def arrays(self) -> list[mx.array]:
         """What must be evaluated to have the cache in memory."""
@@ -122,4 +148,28 @@ _ROLLBACK: dict[type, Callable[[Any, int], None]] = {
     KVCache: _trim,
     QuantizedKVCache: _trim,
     RotatingKVCache: _cut_window,
+}
+
+
+def _prefix_of_full(cache: Any, length: int, held: int) -> Any:
+    """Keys and values (tuples of arrays where they are quantised) of the first positions."""
+    cut = copy.copy(cache)
+    cut.keys, cut.values = (tree_map(lambda x: x[..., :length, :], side) for side in (cache.keys, cache.values))
+    cut.offset = length
+    return cut
+
+
+def _prefix_of_window(cache: RotatingKVCache, length: int, held: int) -> RotatingKVCache | None:
+    """A window can only be had as it is: rows that a round in flight wrote, or that it pushed out, are lost."""
+    if length != held or cache.offset != held:
+        return None
+    cut = copy.copy(cache)
+    cut.keys, cut.values = cache.keys[...], cache.values[...]
+    return cut
+
+
+_PREFIX: dict[type, Callable[[Any, int, int], Any]] = {
+    KVCache: _prefix_of_full,
+    QuantizedKVCache: _prefix_of_full,
+    RotatingKVCache: _prefix_of_window,
 }

@@ -19,6 +19,7 @@ _COMMANDS = {
     "train": ("train.command", "Train a draft for a target."),
     "evaluate": ("evaluate", "Measure how much of a draft's proposals the target keeps."),
     "data": ("data", "Let a target answer prompts: training data for its draft."),
+    "server": ("server.command", "Serve a pair through OpenAI's HTTP interface."),
     "simulate": ("simulate", "Compare policies on cost curves of other machines."),
 }
 

@@ -13,6 +13,7 @@ import click
 if TYPE_CHECKING:
     from .load import Pair
 
+MOST_REQUESTS = 256  # at once
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
@@ -60,6 +61,14 @@ def run_command(function: Function) -> Function:
 def one_line(error: BaseException) -> str:
     """An exception's message on one line."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def counts(ctx: click.Context, option: click.Parameter, text: str | None) -> list[int]:
+    """A list of counts of requests, ascending; an option's callback."""
+    found = [] if text is None else text.split(",")
+    if not all(count.isdecimal() and 1 <= int(count) <= MOST_REQUESTS for count in found):
+        raise click.BadParameter(f"{text!r} is not a list of counts from 1 to {MOST_REQUESTS}, as in 1,4,16")
+    return sorted({int(count) for count in found})
 
 
 def pair_options(function: Function) -> Function:

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import mlx.core as mx
 
@@ -20,7 +21,7 @@ from .flight import Flight, pack, unpack
 from .load import Pair
 from .sampling import Rule
 from .schedule import Policy
-from .structs import KVOptions, Proposal, Round, Schedule
+from .structs import KVOptions, Proposal, Round, Schedule, Verified
 
 HISTORY = 256  # rounds that a policy may look back on
 CLEAR_EVERY = 256  # committed tokens between two clears of mlx's buffer cache
@@ -63,6 +64,12 @@ def decode(pair: Pair, prompt: Sequence[int], options: DecodeOptions) -> Iterato
         landed = land(run, flight)
         flight = None if landed.finish else ahead or launch(run)
         yield landed
+
+
+class Generates(Protocol):
+    """Whoever counts committed tokens."""
+
+    generated: int
 
 
 class Run:
@@ -108,17 +115,26 @@ class Run:
 
 def prefill(run: Run, prompt: Sequence[int]) -> Flight:
     """Run the prompt; its last row is judged like a round without drafts."""
+    *_, flight = prefill_steps(run, prompt)
+    return flight  # type: ignore[return-value]
+
+
+def prefill_steps(run: Run, prompt: Sequence[int]) -> Iterator[Flight | None]:
+    """The prompt behind the cache's offset, a chunk at a time: yields None after each, then the flight."""
     since = time.perf_counter()
     flight, _ = run.new_flight()
-    verified = run.target.prefill(prompt, run.cache, run.taps, run.options.prefill_step, run.observe)
-    flight.start = run.cache.offset - 1
-    flight.schedule = Schedule(0, run.policy.name, "prefill")
-    flight.verdict = run.rule.judge(flight.proposal.tokens, None, verified.logits, run.seen, flight.judging)
-    advance(run, flight, accepted=0)
-    flight.settled = True
-    submit(run, flight)
-    _clock(run, flight, "prefill", since, flight.packed)
-    return flight
+    for verified in run.target.prefill_steps(prompt, run.cache, run.taps, run.options.prefill_step, run.observe):
+        if verified is None:
+            yield None
+            continue
+        flight.start = run.cache.offset - 1
+        flight.schedule = Schedule(0, run.policy.name, "prefill")
+        flight.verdict = run.rule.judge(flight.proposal.tokens, None, verified.logits, run.seen, flight.judging)
+        advance(run, flight, accepted=0)
+        flight.settled = True
+        submit(run, flight)
+        _clock(run, flight, "prefill", since, flight.packed)
+        yield flight
 
 
 def launch(run: Run) -> Flight:
@@ -146,22 +162,30 @@ def propose(run: Run) -> Flight:
 def verify(run: Run, flight: Flight) -> None:
     """Schedule, run anchor and admitted drafts through the target, and judge them; nothing is read."""
     since = time.perf_counter()
-    proposal = flight.proposal
     if flight.looks:
-        flight.confidences = tuple(mx.sigmoid(proposal.confidence_logits[0]).tolist())
-    flight.schedule = run.policy.after(flight.proposed, flight.confidences)
-    drafts = proposal.tokens[:, : flight.schedule.drafts]  # [1, N]
-    anchor = run.anchor[:, None]
-    flight.inputs = mx.concatenate([anchor, drafts], axis=1) if flight.schedule.drafts else anchor  # [1, N + 1]
-    verified = run.target.forward(flight.inputs, run.cache, run.taps)
+        flight.confidences = tuple(mx.sigmoid(flight.proposal.confidence_logits[0]).tolist())
+    admit(run, flight, run.policy.after(flight.proposed, flight.confidences))
+    judge(run, flight, run.target.forward(flight.inputs, run.cache, run.taps))
+    _clock(run, flight, "verify", since, flight.packed)
+
+
+def admit(run: Run, flight: Flight, schedule: Schedule) -> None:
+    """Line up the anchor and the drafts that the schedule admits, as one row of inputs [1, N + 1]."""
+    flight.schedule = schedule
+    anchor, drafts = run.anchor[:, None], flight.proposal.tokens[:, : schedule.drafts]
+    flight.inputs = mx.concatenate([anchor, drafts], axis=1) if schedule.drafts else anchor
+
+
+def judge(run: Run, flight: Flight, verified: Verified) -> None:
+    """Accept a prefix of the drafts under the target's logits, and start the device on the outcome."""
+    drafted, log_q = flight.schedule.drafts, flight.proposal.log_q
     flight.taps = verified.taps
-    log_q = None if proposal.log_q is None else proposal.log_q[:, : flight.schedule.drafts]
-    flight.verdict = run.rule.judge(drafts, log_q, verified.logits, run.seen, flight.judging)
-    if flight.schedule.drafts == 0:  # nothing can be rejected
+    flight.verdict = run.rule.judge(flight.inputs[:, 1:], None if log_q is None else log_q[:, :drafted],
+                                    verified.logits, run.seen, flight.judging)
+    if drafted == 0:  # nothing can be rejected
         commit(run, flight, accepted=0)
         flight.settled = True
     submit(run, flight)
-    _clock(run, flight, "verify", since, flight.packed)
 
 
 def submit(run: Run, flight: Flight) -> None:
@@ -173,17 +197,24 @@ def submit(run: Run, flight: Flight) -> None:
 
 
 def land(run: Run, flight: Flight) -> Round:
-    """Read the outcome (the round's one host read), commit it and cut it at the first stop token."""
+    """Read the outcome: the round's one host read."""
     if flight.verdict is None:
         verify(run, flight)
     since = time.perf_counter()
-    outcome = unpack(flight.packed.tolist(), flight.schedule.drafts, run.options.logprobs)
+    numbers = flight.packed.tolist()
     _clock(run, flight, "wait", since)
+    landed = settle(run, flight, numbers)
+    clear_cache(run, len(landed.tokens))
+    return landed
+
+
+def settle(run: Run, flight: Flight, numbers: list[int]) -> Round:
+    """Commit a round whose packed outcome has been read, and cut it at the first stop token."""
     since = time.perf_counter()
+    outcome = unpack(numbers, flight.schedule.drafts, run.options.logprobs)
     if not flight.settled:
         commit(run, flight, outcome.accepted)
     kept, finish = _cut(outcome.tokens[: outcome.accepted + 1], run.options.stop_ids, flight.last)
-    _clear_cache(run, kept)
     _clock(run, flight, "commit", since)
     confidences = flight.confidences or outcome.confidences
     landed = Round(
@@ -229,10 +260,10 @@ def _cut(tokens: list[int], stop_ids: frozenset[int], last: bool) -> tuple[int, 
     return len(tokens), "length" if last else None
 
 
-def _clear_cache(run: Run, tokens: int) -> None:
+def clear_cache(counter: Generates, tokens: int) -> None:
     """Clear mlx's buffer cache when a threshold is crossed: rounds jump over multiples."""
-    before, run.generated = run.generated, run.generated + tokens
-    if before // CLEAR_EVERY != run.generated // CLEAR_EVERY:
+    before, counter.generated = counter.generated, counter.generated + tokens
+    if before // CLEAR_EVERY != counter.generated // CLEAR_EVERY:
         mx.clear_cache()
 
 

@@ -105,13 +105,13 @@ def stream_generate(
     """
     if sampling_fields:
         sampling = dataclasses.replace(sampling or Sampling(), **sampling_fields)
-    ids = _prompt_ids(pair, prompt)
-    limit = _limit(len(ids), max_tokens, pair.target.context)
+    ids = prompt_ids(pair, prompt)
+    limit = token_limit(len(ids), max_tokens, pair.target.context)
     from .scheduling import policy_for
 
     sampling = sampling or Sampling()
     chosen, facts = policy_for(pair, policy, profile, say, remember=sampling.greedy)
-    options = _options(pair, sampling, chosen, limit, kv or KVOptions(), prefill_step, logits_processors,
+    options = decode_options(pair, sampling, chosen, limit, kv or KVOptions(), prefill_step, logits_processors,
                        logprobs=logprobs, confidences=confidences, timing=timing)
     return _stream(pair, ids, options, tuple(stop), facts)
 
@@ -140,39 +140,61 @@ def _stream(
 ) -> Iterator[Chunk]:
     import mlx.core as mx
 
-    from .backend import machine
     from .decode import decode
-    from .text import TextStream
 
-    facts = {**pair.facts, "policy": options.policy.name, **policy_facts, "seed": options.rule.seed, **machine()}
-    stats = Statistics(len(ids), facts)
-    stream = TextStream(pair.tokenizer, stop, options.stop_ids)
-    finish: str | None = "length" if options.max_tokens == 0 else None
+    answer = Answer(pair, len(ids), options, stop, policy_facts)
     mx.reset_peak_memory()
-    started = first = time.perf_counter()
     with pair.target.wired():
         for landed in decode(pair, ids, options):
-            before = time.perf_counter()
-            piece = stream.feed(landed.tokens)
-            if piece.stopped:
-                landed = _cut(landed, piece.kept)
-            finish = landed.finish
-            stats.add(landed)
-            now = time.perf_counter()
-            if landed.rows == 0:
-                first, stats.prefill_seconds = now, now - started
-            else:
-                stats.part_seconds["text"] += now - before
-            stats.decode_seconds = now - first
-            stats.peak_memory_bytes = mx.get_peak_memory()
-            yield Chunk(piece.text, landed.tokens, landed.logprobs, None, landed, stats)
-            if finish is not None:
+            chunk = answer.take(landed)
+            answer.stats.peak_memory_bytes = mx.get_peak_memory()
+            yield chunk
+            if answer.finish is not None:
                 break
-    rest = stream.finish()
-    certified = getattr(pair.draft, "certified_share", None)
-    if certified is not None:
-        stats.facts = {**facts, "certified_share": round(certified, 4)}
-    yield Chunk(rest.text, (), () if options.logprobs else None, "stop" if rest.stopped else finish, None, stats)
+    yield answer.end()
+
+
+class Answer:
+    """One answer as it grows: rounds in, chunks out; the earliest of stop string, stop token and length ends it."""
+
+    def __init__(
+        self, pair: Pair, prompt_tokens: int, options: DecodeOptions, stop: Sequence[str], facts: Mapping[str, Any]
+    ):
+        from .backend import machine
+        from .text import TextStream
+
+        facts = {**pair.facts, "policy": options.policy.name, **facts, "seed": options.rule.seed, **machine()}
+        self._draft, self._logprobs = pair.draft, options.logprobs
+        self._stream = TextStream(pair.tokenizer, stop, options.stop_ids)
+        self._started = self._first = time.perf_counter()
+        self.stats = Statistics(prompt_tokens, facts)
+        self.finish: str | None = "length" if options.max_tokens == 0 else None
+
+    def take(self, landed: Round) -> Chunk:
+        """The chunk of a round; `finish` says afterwards whether it was the last one."""
+        before = time.perf_counter()
+        piece = self._stream.feed(landed.tokens)
+        if piece.stopped:
+            landed = _cut(landed, piece.kept)
+        self.finish = landed.finish
+        stats = self.stats
+        stats.add(landed)
+        now = time.perf_counter()
+        if landed.rows == 0:
+            self._first, stats.prefill_seconds = now, now - self._started
+        else:
+            stats.part_seconds["text"] += now - before
+        stats.decode_seconds = now - self._first
+        return Chunk(piece.text, landed.tokens, landed.logprobs, None, landed, stats)
+
+    def end(self, finish: str | None = None) -> Chunk:
+        """The last chunk: text that was held back, and why the answer ended (`finish` where a round does not say)."""
+        rest = self._stream.finish()
+        certified = getattr(self._draft, "certified_share", None)
+        if certified is not None:
+            self.stats.facts = {**self.stats.facts, "certified_share": round(certified, 4)}
+        reason = "stop" if rest.stopped else finish or self.finish
+        return Chunk(rest.text, (), () if self._logprobs else None, reason, None, self.stats)
 
 
 def _cut(landed: Round, kept: int) -> Round:
@@ -183,7 +205,7 @@ def _cut(landed: Round, kept: int) -> Round:
     )
 
 
-def _prompt_ids(pair: Pair, prompt: str | Sequence[Any]) -> list[int]:
+def prompt_ids(pair: Pair, prompt: str | Sequence[Any]) -> list[int]:
     from .load import encode_chat, encode_prompt
 
     if isinstance(prompt, str):
@@ -200,7 +222,7 @@ def _prompt_ids(pair: Pair, prompt: str | Sequence[Any]) -> list[int]:
     return ids
 
 
-def _limit(prompt: int, max_tokens: int | None, context: int | None) -> int | None:
+def token_limit(prompt: int, max_tokens: int | None, context: int | None) -> int | None:
     """How many tokens may be generated; None without bound."""
     if max_tokens is not None and max_tokens < -1:
         raise ValueError(f"max_tokens is {max_tokens}: give a count, or -1 for the rest of the context")
@@ -215,7 +237,7 @@ def _limit(prompt: int, max_tokens: int | None, context: int | None) -> int | No
     return min(DEFAULT_MAX_TOKENS, room) if max_tokens is None else room if max_tokens == -1 else max_tokens
 
 
-def _options(
+def decode_options(
     pair: Pair, sampling: Sampling, policy: Policy, limit: int | None, kv: KVOptions, prefill_step: int,
     logits_processors: Sequence[Callable[[Any, Any], Any]], **reads: bool,
 ) -> DecodeOptions:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 
-from .backend import BLAS_HINT, compute_dtype, on_cpu, preload_blas
+from .backend import BLAS_HINT, compute_dtype, memory_bytes, on_cpu, preload_blas
 from .candidates import find_walk
 from .convert import open_checkpoint
 from .convert.detect import is_draft
@@ -22,7 +21,7 @@ from .convert.files import read_config, read_headers
 from .draft import BlockDraft, Draft, Eagle3Draft, TargetTables, build_draft
 from .draft.build import check_finite
 from .draft.classic import ClassicDraft
-from .errors import CacheError, FormatError, PairError
+from .errors import CacheError, FormatError, PairError, first_line
 from .hub import resolve
 from .kernels import REFERENCE, Choice, Kernels, choose_kernels
 from .pairing import check_pair, check_tokenizers, matched
@@ -151,7 +150,7 @@ def _load_target(
     try:
         model, config = load_model(folder, lazy=True)
     except (ValueError, KeyError, TypeError, RuntimeError, FileNotFoundError) as error:
-        raise FormatError(f"{folder} cannot be loaded as an mlx-lm text model: {_first_line(error)}") from None
+        raise FormatError(f"{folder} cannot be loaded as an mlx-lm text model: {first_line(error)}") from None
     if dtype is not None:
         model.set_dtype(dtype)
     if _dequantise(model, dtype):
@@ -166,7 +165,7 @@ def _load_target(
         options = {"trust_remote_code": False, "model_max_length": ANY_LENGTH}
         tokenizer = load_tokenizer(folder, options, _as_list(config.get("eos_token_id")))
     except Exception as error:  # transformers raises anything from OSError to AttributeError here
-        raise FormatError(f"{folder} has no usable tokenizer: {_first_line(error)}") from None
+        raise FormatError(f"{folder} has no usable tokenizer: {first_line(error)}") from None
     return Target(model, config, name), tokenizer
 
 
@@ -185,7 +184,7 @@ def _known_draft(target: Target, folder: Path | None, options: _DraftOptions, no
         pinned = dataclasses.replace(options, revision=options.revision or known.revision)
         draft = _load_draft(known.repo, target, pinned)
     except (FormatError, PairError, CacheError) as error:
-        notes.append(f"{found.describe()}, whose draft {known.repo} cannot be used ({_first_line(error)}): decoding "
+        notes.append(f"{found.describe()}, whose draft {known.repo} cannot be used ({first_line(error)}): decoding "
                      "plainly; --draft names another one")
         return None
     notes.append(f"{found.describe()}: using its draft {known.repo} ({known.kind}, the best one known); --draft names "
@@ -270,7 +269,7 @@ def _dequantise(model: nn.Module, dtype: mx.Dtype | None) -> bool:
         return False
     quantised = [m for _, m in model.named_modules() if isinstance(m, (nn.QuantizedLinear, nn.QuantizedEmbedding))]
     expanded = sum(4 * m.weight.size * 32 // m.bits for m in quantised)  # bytes of float32
-    if not quantised or 2 * expanded > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+    if not quantised or 2 * expanded > memory_bytes():
         return False
     dequantize_model(model)
     return True
@@ -282,10 +281,6 @@ def _facts(target: Target, draft: Draft | None) -> dict[str, Any]:
         facts["gamma"] = draft.gamma
         facts["taps"] = list(draft.taps)
     return facts
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _as_list(value: Any) -> list[int] | None:

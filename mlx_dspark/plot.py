@@ -77,13 +77,22 @@ def plot_policies(path: Path, panels: Mapping[str, Mapping[str, Mapping[str, flo
     _save(figure, path)
 
 
-def plot_lines(path: Path, panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], xlabel: str) -> None:
-    """Curves over a common axis: a panel per title, a line per name, given as points (x, y)."""
+def plot_lines(
+    path: Path, panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], xlabel: str,
+    logarithmic: bool = False,
+) -> None:
+    """Curves over a common axis: a panel per title, a line per name, given as points (x, y).
+
+    logarithmic: each doubling of x takes the same room.
+    """
     figure, all_axes = _figure(path, len(panels), (7, 2.8 * len(panels)))
     for axes, (title, lines) in zip(all_axes, panels.items(), strict=True):
         for name, points in lines.items():
             few = len(points) < FEW
             axes.plot([x for x, _ in points], [y for _, y in points], "o-" if few else "-", linewidth=0.9, label=name)
+        if logarithmic:
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:g}")
         axes.set(xlabel=xlabel, title=title)
         axes.legend(fontsize="x-small")
     _save(figure, path)

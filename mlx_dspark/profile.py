@@ -10,16 +10,18 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from .commands import SETTINGS, Notes, open_pair, pair_options, run_command
+from .commands import SETTINGS, Notes, counts, open_pair, pair_options, run_command
 from .plot import check_plot, plot_costs
 from .schedule.cost import CostCurve
+from .schedule.grid import CostGrid
 from .structs import KVOptions
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ NEAR, FAR = 512, 4096  # context depths; the far one is a quarter of the window 
 REPEATS = 7
 SHORT_SECONDS = 2.0  # of model time, for the automatic measurement
 READS = 50
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -83,12 +86,12 @@ def evened(times: Mapping[int, Timing]) -> dict[int, float]:
 
 
 def timed(
-    works: Mapping[int, Callable[[], None]], repeats: int, budget: float | None, progress: Callable[[str], None]
-) -> dict[int, Timing]:
+    works: Mapping[Key, Callable[[], None]], repeats: int, budget: float | None, progress: Callable[[str], None]
+) -> dict[Key, Timing]:
     """Time each work once per repeat, interleaved, after one warm-up each; at least three repeats."""
     for work in works.values():
         work()
-    samples: dict[int, list[float]] = {n: [] for n in works}
+    samples: dict[Key, list[float]] = {n: [] for n in works}
     started = time.perf_counter()
     for repeat in range(repeats):
         if budget is not None and repeat >= 3 and time.perf_counter() - started > budget:
@@ -185,9 +188,11 @@ def _read_seconds() -> float:
 @pair_options
 @click.option("--short", is_flag=True, help="The quick version that runs before first use.")
 @click.option("--json", "as_json", is_flag=True, help="Print the curve as one JSON document.")
+@click.option("--requests", "loads", callback=counts, metavar="N,...",
+              help="Measure so many requests at once as well, as in 1,2,4,8,16.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the curve: a .png or .svg file (needs matplotlib).")
 @run_command
-def command(short: bool, as_json: bool, plot: Path | None, **pair_fields: Any) -> None:
+def command(short: bool, as_json: bool, loads: list[int], plot: Path | None, **pair_fields: Any) -> None:
     """Measure what one round costs on this machine and store it for the scheduler."""
     notes = Notes()
     if plot is not None:
@@ -208,9 +213,25 @@ def command(short: bool, as_json: bool, plot: Path | None, **pair_fields: Any) -
     curve = measure(pair, short, notes.progress)
     notes.progress("")
     notes.say(f"stored in {save_curve(pair, curve)}")
+    grid = _measure_requests(pair, loads, curve, short, notes) if loads else None
     if plot is not None:
         plot_costs(plot, {pair.target.name: curve})
-    click.echo(json.dumps(curve.to_dict()) if as_json else table(curve))
+    if as_json:
+        click.echo(json.dumps(curve.to_dict() if grid is None else {"curve": curve.to_dict(), "grid": grid.to_dict()}))
+    else:
+        click.echo(table(curve) if grid is None else f"{table(curve)}\n\n{grid_table(grid)}")
+
+
+def _measure_requests(pair: Pair, loads: Sequence[int], curve: CostCurve, short: bool, notes: Notes) -> CostGrid:
+    from .serve.costs import FAR as FAR_TOGETHER
+    from .serve.costs import Together, measure_grid
+    from .store import save_grid
+
+    near, far = depths(pair.target.context)
+    grid = measure_grid(partial(Together, pair), loads, (near, min(far, FAR_TOGETHER)), curve, short, notes.progress)
+    notes.progress("")
+    notes.say(f"stored in {save_grid(pair, grid)}")
+    return grid
 
 
 def table(curve: CostCurve) -> str:
@@ -223,6 +244,20 @@ def table(curve: CostCurve) -> str:
         draft = "  ".join(f"{n}: {1e3 * s:.3f}" for n, s in sorted(curve.draft.items()))
         lines.append(f"draft ms by proposals: {draft}")
     lines.append(f"host {1e3 * curve.host:.3f} ms a round, one more read {1e3 * curve.read:.3f} ms")
+    return "\n".join(lines)
+
+
+def grid_table(grid: CostGrid) -> str:
+    """The grid for reading: milliseconds of both layouts by requests, at so many rows of each request."""
+    widths = range(1, grid.widest + 1)
+    lines = [f"requests   layout        ms at depth {grid.depth} by rows of each request: {' '.join(map(str, widths))}"]
+    for requests in sorted({requests for requests, _ in grid.packed}):
+        for layout in grid.layouts:
+            cells = "  ".join(f"{1e3 * grid.verify(layout, [width] * requests):.3f}" for width in widths)
+            lines.append(f"{requests:8d}   {layout:11s}   {cells}")
+        if grid.draft:
+            slots = max(slots for _, slots in grid.draft)
+            lines.append(f"{requests:8d}   draft         {1e3 * grid.drafting(requests, slots):.3f} ({slots} slots)")
     return "\n".join(lines)
 
 

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import CacheError
 from .schedule import CostCurve, Policy, make_policy, needs_costs
+from .schedule.batch import BatchPolicy, batch_needs_costs, make_batch_policy
 from .schedule.calibration import calibrator
+from .schedule.grid import CostGrid
 from .schedule.rate import Lookahead
 
 if TYPE_CHECKING:
@@ -56,6 +58,37 @@ def policy_for(
             policy.inherit(policies[policy.name])
         policies[policy.name] = policy
     return policy, {"costs": origin, "calibration": calibration}
+
+
+def batch_policy_for(
+    pair: Pair, text: str | None, requests: int, layouts: Sequence[str], profile: bool = True,
+    say: Callable[[str], None] = lambda text: None,
+) -> BatchPolicy:
+    """The policy that shares out rows between up to `requests` requests; arguments and errors as in `policy_for`.
+
+    layouts: those that this target can run. A machine of which only one request was measured is priced by that.
+    """
+    gamma, has_confidence = (pair.draft.gamma, pair.draft.has_confidence) if pair.draft is not None else (0, False)
+    if not batch_needs_costs(text, gamma, has_confidence):
+        return make_batch_policy(text, gamma, has_confidence)
+    grid = _grid(pair, requests, profile and not os.environ.get(NO_PROFILE_VARIABLE), say)
+    if grid is not None and len(layouts) == 1:
+        grid = grid.only(layouts[0])
+    temperatures, _ = _temperatures(pair)
+    return make_batch_policy(text, gamma, has_confidence, grid, calibrator(temperatures))
+
+
+def _grid(pair: Pair, requests: int, profile: bool, say: Callable[[str], None]) -> CostGrid | None:
+    from .store import find_grid
+
+    grid = find_grid(pair)
+    if grid is not None:
+        return grid
+    curve, _ = _curve(pair, profile, say)
+    if curve is None:
+        return None
+    counts = {1, requests, *(2**power for power in range(1, requests.bit_length()))}
+    return CostGrid.from_curve(curve, counts, pair.draft.gamma)
 
 
 def _memory(pair: Pair) -> Memory:

@@ -14,11 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .commands import SETTINGS, Notes, run_command
+from .commands import SETTINGS, Notes, counts, run_command
 from .errors import FormatError
-from .plot import check_plot, plot_policies
+from .loads import POLICIES as LOAD_POLICIES
+from .loads import ROUNDS as LOAD_ROUNDS
+from .loads import SLOTS, Case, grid_cases, load_panels, load_report, load_results
+from .plot import check_plot, plot_lines, plot_policies
 from .record import read_recording
+from .schedule.batch import make_batch_policy
 from .schedule.cost import CostCurve
+from .schedule.grid import LAYOUTS, CostGrid
 from .schedule.policies import make_policy
 
 if TYPE_CHECKING:
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
     from .schedule.simulate import Content
 
 PUBLISHED = Path(__file__).parent / "schedule" / "curves.json"
+ROUNDS = 2000
 POLICIES = "plain,fixed,paper,lagged,rate,lookahead,auto"
 CONTENTS = ("steady", "swinging")
 MARK = "*"  # after the name of a curve whose first row was not published
@@ -72,6 +78,21 @@ def read_curve(path: Path) -> CostCurve:
     except (json.JSONDecodeError, UnicodeDecodeError, FormatError) as error:
         raise FormatError(f"{path} is no stored cost curve ({error}): give a file written by mlx_dspark.profile"
                           ) from None
+
+
+def read_grid(path: Path) -> CostGrid | None:
+    """A cost grid stored by `mlx_dspark.profile --requests`, None for anything else. Raises FormatError if damaged."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # what it is instead is found out by who reads it next
+    if not isinstance(document, dict) or not any(layout in document for layout in LAYOUTS):
+        return None
+    try:
+        return CostGrid.from_dict(document)
+    except FormatError as error:
+        raise FormatError(f"{path} is no stored cost grid ({error}): give a file written by mlx_dspark.profile "
+                          "--requests") from None
 
 
 def simulate(
@@ -153,22 +174,28 @@ def _kinds(ctx: click.Context, option: click.Parameter, text: str) -> list[str]:
                 type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--content", "kinds", default=",".join(CONTENTS), callback=_kinds, metavar="KIND,...",
               help="Without a RECORD: made-up content, steady or swinging.")
-@click.option("--rounds", type=click.IntRange(1), default=2000, help="How many rounds of made-up content.")
+@click.option("--rounds", type=click.IntRange(1), help="How many rounds of made-up content, of every request. "
+              f"Default: {ROUNDS}, with --requests {LOAD_ROUNDS}.")
+@click.option("--requests", "loads", callback=counts, metavar="N,...",
+              help="Made-up content of so many requests at once, as in 1,2,4,8,16,32,64.")
 @click.option("--seed", type=click.IntRange(0), default=0)
 @click.option("--curve", "names", multiple=True, metavar="NAME|FILE.json",
-              help="A published curve or a stored one; repeatable. Default: all published ones.")
+              help="A published curve or a stored one, with --requests a stored grid too; repeatable. Default: all "
+                   "published ones.")
 @click.option("--draft-share", "shares", default="0.12", callback=_numbers, metavar="X,...",
               help="What a proposal costs, as a share of a plain step, where the curve does not tell.")
-@click.option("--policy", "policies", default=POLICIES, metavar="NAME,...",
-              help="Policies to compare; fixed is the best fixed width in hindsight.")
+@click.option("--policy", "policies", metavar="NAME,...",
+              help="Policies to compare; fixed is the best fixed width in hindsight. "
+                   f"Default: {POLICIES}, with --requests {LOAD_POLICIES}.")
 @click.option("--calibration", type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="Temperatures written by mlx_dspark.calibrate, for recorded confidences.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON list instead of the tables.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the tables: .png or .svg.")
 @run_command
 def command(
-    records: tuple[Path, ...], kinds: list[str], rounds: int, seed: int, names: tuple[str, ...], shares: list[float],
-    policies: str, calibration: Path | None, as_json: bool, plot: Path | None,
+    records: tuple[Path, ...], kinds: list[str], rounds: int | None, loads: list[int], seed: int,
+    names: tuple[str, ...], shares: list[float], policies: str | None, calibration: Path | None, as_json: bool,
+    plot: Path | None,
 ) -> None:
     """Would a draft help on that machine? Speed of each policy relative to plain decoding, simulated.
 
@@ -176,16 +203,38 @@ def command(
     """
     if plot is not None:
         check_plot(plot)
+    if loads:
+        if records or calibration:
+            raise click.UsageError("--requests replays made-up content: leave RECORD and --calibration out")
+        wanted = list(dict.fromkeys((policies or LOAD_POLICIES).split(",")))
+        _simulate_loads(names, kinds, loads, shares, wanted, rounds or LOAD_ROUNDS, seed, as_json, plot)
+        return
     curves = _curves(names)
     calibrate = _calibrate(calibration)
-    contents = _recorded(records, seed, calibrate, Notes()) if records else _made_up(kinds, rounds, seed)
-    wanted = list(dict.fromkeys(policies.split(",")))
+    contents = _recorded(records, seed, calibrate, Notes()) if records else _made_up(kinds, rounds or ROUNDS, seed)
+    wanted = list(dict.fromkeys((policies or POLICIES).split(",")))
     for text in wanted:  # a wrong name costs no waiting
         make_policy(text, min(c.confidences.shape[1] for c in contents.values()), True, CostCurve({1: 1.0}))
     found = results(curves, contents, shares, wanted, calibrate, Notes.progress)
     click.echo(json.dumps([result.to_dict() for result in found]) if as_json else _report(found, contents, curves))
     if plot is not None:
         plot_policies(plot, _panels(found))
+
+
+def _simulate_loads(
+    names: Sequence[str], kinds: Sequence[str], loads: Sequence[int], shares: Sequence[float],
+    policies: Sequence[str], rounds: int, seed: int, as_json: bool, plot: Path | None,
+) -> None:
+    grids = {Path(name).stem: grid for name in names if (grid := read_grid(Path(name))) is not None}
+    others = [name for name in names if Path(name).stem not in grids]
+    curves = _curves(others) if others or not grids else {}
+    for text in policies:  # a wrong name costs no waiting
+        make_batch_policy(text, SLOTS, True, CostGrid({(1, 1): 1.0}))
+    cases: list[Case] = [*grid_cases(grids), *_cases(curves, shares, SLOTS)]
+    found = load_results(cases, kinds, loads, policies, rounds, seed, Notes.progress)
+    click.echo(json.dumps([result.to_dict() for result in found]) if as_json else load_report(found, rounds))
+    if plot is not None:
+        plot_lines(plot, load_panels(found), "requests at once (simulated)", logarithmic=True)
 
 
 def _curves(names: Sequence[str]) -> dict[str, CostCurve]:

@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from .errors import FormatError
 from .schedule.cost import CostCurve
+from .schedule.grid import CostGrid
 
 if TYPE_CHECKING:
     from .load import Pair
@@ -107,6 +108,28 @@ def stored_curves() -> list[dict[str, Any]]:
 def save_curve(pair: Pair, curve: CostCurve) -> Path:
     """Store a curve with its key; an interrupted write leaves the old one."""
     return write_json(curve_path(pair), {**curve.to_dict(), "key": pair_key(pair)})
+
+
+def grid_path(pair: Pair) -> Path:
+    """Where the pair's cost grid is kept."""
+    return cache_folder() / "grids" / f"{_digest(pair_key(pair))}.json"
+
+
+def find_grid(pair: Pair) -> CostGrid | None:
+    """The stored grid of this pair on this machine, None when there is none. Raises FormatError if damaged."""
+    path = grid_path(pair)
+    if not path.exists():
+        return None
+    try:
+        return CostGrid.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (json.JSONDecodeError, UnicodeDecodeError, FormatError) as error:
+        raise FormatError(f"{path} is damaged ({error}): remove it, or run mlx_dspark profile --requests again"
+                          ) from None
+
+
+def save_grid(pair: Pair, grid: CostGrid) -> Path:
+    """Store a grid with its key; an interrupted write leaves the old one."""
+    return write_json(grid_path(pair), {**grid.to_dict(), "key": pair_key(pair)})
 
 
 def read_calibration(path: Path, gamma: int | None = None) -> list[float]:

@@ -73,8 +73,12 @@ class Target:
 
     def forward(self, tokens: mx.array, cache: TargetCache, taps: Sequence[int] = ()) -> Verified:
         """Run rows [B, T] behind the cache; the caller accounts for them with `cache.advance`."""
+        return self.run(tokens, cache.layers, taps)
+
+    def run(self, tokens: mx.array, layers: Sequence[Any], taps: Sequence[int] = ()) -> Verified:
+        """`forward` over one cache object a layer."""
         with tapped(self.layers, taps) as sink:
-            logits = self.model(tokens, cache=cache.layers)  # [B, T, V]
+            logits = self.model(tokens, cache=layers)  # [B, T, V]
         return Verified(logits, mx.concatenate([sink[i] for i in taps], axis=-1) if taps else None)
 
     def features(self, tokens: mx.array, taps: Sequence[int]) -> tuple[mx.array, mx.array]:
@@ -96,13 +100,21 @@ class Target:
         self, prompt: Sequence[int], cache: TargetCache, taps: Sequence[int], step: int,
         observe: Callable[[mx.array, mx.array | None], None],
     ) -> Verified:
+        """`prefill_steps` without a pause: returns the last row."""
+        *_, last = self.prefill_steps(prompt, cache, taps, step, observe)
+        return last  # type: ignore[return-value]
+
+    def prefill_steps(
+        self, prompt: Sequence[int], cache: TargetCache, taps: Sequence[int], step: int,
+        observe: Callable[[mx.array, mx.array | None], None],
+    ) -> Iterator[Verified | None]:
         """Run a prompt in chunks of at most `step` rows; logits are only computed for the last row.
 
-        observe: called with each chunk's tokens [1, T] and taps [1, T, M*D], all rows of the prompt in
-            order. Returns the last row.
+        Begins at the cache's offset. observe: called with each chunk's tokens [1, T] and taps [1, T, M*D], all
+        rows in order. Yields None after each chunk, and the last row at the end.
         """
         tokens = mx.array(prompt, dtype=mx.int32)[None]
-        done, last = 0, len(prompt) - 1
+        done, last = cache.offset, len(prompt) - 1
         while done < last:
             rows = min(step, last - done)
             chunk = tokens[:, done : done + rows]
@@ -112,10 +124,11 @@ class Target:
             observe(chunk, taken)
             mx.clear_cache()
             done += rows
+            yield None
         final = self.forward(tokens[:, last:], cache, taps)
         cache.advance(1, 1)
         observe(tokens[:, last:], final.taps)
-        return final
+        yield final
 
     def can_batch(self) -> bool:
         """Whether mlx-lm can decode several requests of this model at once."""

@@ -67,12 +67,12 @@ class TextStream:
         if found:
             self._held = ""
             return text[: min(found)], True
-        hold = _overlap(text, self._stop)
+        hold = overlap(text, self._stop)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold], False
 
 
-def _overlap(text: str, stops: Sequence[str]) -> int:
+def overlap(text: str, stops: Sequence[str]) -> int:
     """Length of the longest end of `text` that begins a stop string."""
     longest = max((len(stop) for stop in stops), default=1) - 1
     for size in range(min(longest, len(text)), 0, -1):

@@ -56,3 +56,67 @@ def vectors(count, seed):
              (rng.random(GAMMA), rng.beta(0.5, 0.3, GAMMA), np.sort(rng.random(GAMMA))[::-1],
               0.5 + rng.random(GAMMA) / 2)]
     return [tuple(float(c) for c in v) for v in found]
+
+
+# The paper's appendix A: two tokens, A and B. The draft is undecided, the target is not. What follows an A is
+# easy, what follows a B is hard, so c_2 tells x_1. One row does not pay for itself, the second would for an A.
+
+TARGET = {"": (0.70, 0.30), "A": (0.60, 0.40), "B": (0.95, 0.05)}
+DRAFT = {"": (0.50, 0.50), "A": (0.50, 0.50), "B": (0.05, 0.95)}
+APPENDIX_CURVES = {
+    "step": CostCurve(rows={1: 1.0, 2: 2.0, 3: 2.0}),
+    "flat": CostCurve(rows={1: 1.0, 2: 1.1, 3: 1.2}),
+    "linear": CostCurve(rows={1: 1.0, 2: 1.6, 3: 2.2}),
+    "steep": CostCurve(rows={1: 1.0, 2: 2.0, 3: 3.0}),
+}
+
+
+def overlap(prefix):
+    """c: the chance that the accept rule keeps a draft drawn after this prefix."""
+    return sum(map(min, TARGET[prefix], DRAFT[prefix]))
+
+
+def judged(prefix, token):
+    """The accept rule: [chance kept, distribution of the replacement]."""
+    residual = [max(0.0, p - q) for p, q in zip(TARGET[prefix], DRAFT[prefix], strict=True)]
+    kept = min(1.0, TARGET[prefix]["AB".index(token)] / DRAFT[prefix]["AB".index(token)])
+    return kept, [r / sum(residual) for r in residual]
+
+
+def verified_law(drafts):
+    """Exact law of the first two tokens when these drafts are verified."""
+    law = dict.fromkeys(("AA", "AB", "BA", "BB"), 0.0)
+
+    def commit(prefix, chance):  # what is not drafted any more comes from the target
+        if len(prefix) == 2:
+            law[prefix] += chance
+        else:
+            for token, p in zip("AB", TARGET[prefix], strict=True):
+                commit(prefix + token, chance * p)
+
+    def walk(prefix, drafts, chance):
+        if not drafts or len(prefix) == 2:
+            commit(prefix, chance)
+            return
+        kept, replacement = judged(prefix, drafts[0])
+        walk(prefix + drafts[0], drafts[1:], chance * kept)
+        for token, p in zip("AB", replacement, strict=True):
+            commit(prefix + token, chance * (1 - kept) * p)
+
+    walk("", drafts, 1.0)
+    return law
+
+
+def drafted(first, second):
+    """The chance that the draft proposes these two tokens."""
+    return DRAFT[""]["AB".index(first)] * DRAFT[first]["AB".index(second)]
+
+
+def text_distribution(width_of):
+    """Exact law of the first two tokens. width_of(c_1, c_2) decides how many drafts are verified."""
+    law = dict.fromkeys(("AA", "AB", "BA", "BB"), 0.0)
+    for first, second in itertools.product("AB", repeat=2):
+        given = verified_law((first + second)[: width_of(overlap(""), overlap(first))])
+        for text, chance in given.items():
+            law[text] += drafted(first, second) * chance
+    return law

@@ -7,10 +7,23 @@ import itertools
 import random
 
 import pytest
-from scheduling import CURVES, EVERY_POLICY, GAMMA, MODELLED, every_curve, landed, survivals, taught, vectors
+from scheduling import (
+    APPENDIX_CURVES,
+    CURVES,
+    EVERY_POLICY,
+    GAMMA,
+    MODELLED,
+    TARGET,
+    every_curve,
+    landed,
+    overlap,
+    survivals,
+    taught,
+    text_distribution,
+    vectors,
+)
 
 from mlx_dspark.schedule import make_policy
-from mlx_dspark.schedule.cost import CostCurve
 
 
 @every_curve
@@ -49,55 +62,7 @@ def test_the_causality_test_can_fail(text):
     assert (len(widths) > 1) == (text not in ("plain", "fixed:4", "lagged"))
 
 
-# The paper's appendix A: two tokens, A and B. The draft is undecided, the target is not. What follows an A is
-# easy, what follows a B is hard, so c_2 tells x_1. One row does not pay for itself, the second would for an A.
-
-TARGET = {"": (0.70, 0.30), "A": (0.60, 0.40), "B": (0.95, 0.05)}
-DRAFT = {"": (0.50, 0.50), "A": (0.50, 0.50), "B": (0.05, 0.95)}
-APPENDIX_CURVES = {
-    "step": CostCurve(rows={1: 1.0, 2: 2.0, 3: 2.0}),
-    "flat": CostCurve(rows={1: 1.0, 2: 1.1, 3: 1.2}),
-    "linear": CostCurve(rows={1: 1.0, 2: 1.6, 3: 2.2}),
-    "steep": CostCurve(rows={1: 1.0, 2: 2.0, 3: 3.0}),
-}
-
-
-def overlap(prefix):
-    """c: the chance that the accept rule keeps a draft drawn after this prefix."""
-    return sum(map(min, TARGET[prefix], DRAFT[prefix]))
-
-
-def judged(prefix, token):
-    """The accept rule: [chance kept, distribution of the replacement]."""
-    residual = [max(0.0, p - q) for p, q in zip(TARGET[prefix], DRAFT[prefix], strict=True)]
-    kept = min(1.0, TARGET[prefix]["AB".index(token)] / DRAFT[prefix]["AB".index(token)])
-    return kept, [r / sum(residual) for r in residual]
-
-
-def text_distribution(width_of):
-    """Exact law of the first two tokens. width_of(c_1, c_2) decides how many drafts are verified."""
-    law = dict.fromkeys(("AA", "AB", "BA", "BB"), 0.0)
-
-    def commit(prefix, chance):  # what is not drafted any more comes from the target
-        if len(prefix) == 2:
-            law[prefix] += chance
-        else:
-            for token, p in zip("AB", TARGET[prefix], strict=True):
-                commit(prefix + token, chance * p)
-
-    def walk(prefix, drafts, chance):
-        if not drafts or len(prefix) == 2:
-            commit(prefix, chance)
-            return
-        kept, replacement = judged(prefix, drafts[0])
-        walk(prefix + drafts[0], drafts[1:], chance * kept)
-        for token, p in zip("AB", replacement, strict=True):
-            commit(prefix + token, chance * (1 - kept) * p)
-
-    for first, second in itertools.product("AB", repeat=2):
-        chance = DRAFT[""]["AB".index(first)] * DRAFT[first]["AB".index(second)]
-        walk("", (first + second)[: width_of(overlap(""), overlap(first))], chance)
-    return law
+# The paper's appendix A, see scheduling.py.
 
 
 def first_token(law):

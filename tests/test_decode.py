@@ -63,12 +63,12 @@ class ScriptedTarget:
         following = self.script[cache.offset + 1 : cache.offset + 1 + tokens.shape[1]]
         return Verified(10 * (mx.arange(VOCAB) == mx.array(following)[:, None]).astype(mx.float32)[None], None)
 
-    def prefill(self, prompt, cache, taps, step, observe):
+    def prefill_steps(self, prompt, cache, taps, step, observe):
         cache.offset = len(prompt) - 1
         verified = self.forward(mx.array([prompt[-1:]]), cache)
         cache.offset += 1
         observe(mx.array([prompt]), None)
-        return verified
+        yield verified
 
 
 class ScriptedDraft:

@@ -10,7 +10,18 @@ from functools import cache
 
 import mlx.core as mx
 import pytest
-from helpers import GOLDEN, FakeTokenizer, best, build_model, pair_of, plain, random_tokens, tiny_model, tokens_of
+from helpers import (
+    GOLDEN,
+    FakeTokenizer,
+    best,
+    build_model,
+    golden_pair,
+    pair_of,
+    plain,
+    random_tokens,
+    tiny_model,
+    tokens_of,
+)
 from mlx_lm.utils import load_model
 from packagings import (
     HIDDEN,
@@ -27,7 +38,7 @@ from packagings import (
 )
 
 from mlx_dspark.decode import DecodeOptions, decode
-from mlx_dspark.draft import TargetTables, block, classic, eagle3
+from mlx_dspark.draft import TargetTables, block, classic, eagle3, propose_many
 from mlx_dspark.draft.block import FLUSH_ROWS
 from mlx_dspark.draft.classic import ClassicDraft
 from mlx_dspark.errors import CacheError
@@ -243,3 +254,55 @@ def test_draft_may_name_a_whole_model():
     assert isinstance(pair.draft, ClassicDraft) and pair.draft.taps == ()
     drafting = [landed for landed in rounds_of(pair, list(range(40, 60))) if landed.drafts]
     assert all(landed.accepted == len(landed.drafts) for landed in drafting)
+
+
+MIXED = [Sampling(), Sampling(temperature=0.8, seed=3), Sampling(temperature=0.5, top_k=5, seed=4)]
+
+
+def proposals_of(pair, texts, slots, samplings, together):
+    """Two rounds of proposals after each text; the second one has the first one's drafts behind it."""
+    draft, target = pair.draft, pair.target
+    states = [draft.start() for _ in texts]
+    for state, text in zip(states, texts):
+        rows = mx.array([text])
+        draft.observe(state, rows, target.forward(rows, target.start(KVOptions()), draft.taps).taps)
+    found = []
+    for anchors in ([1, 2, 3], [3, 1, 2]):
+        picks = [rule.picker(None, rule.split(rule.start())[1], count)
+                 for rule, count in zip(map(make_rule, samplings), slots)]
+        if together:
+            found += propose_many(draft, states, mx.array(anchors), slots, picks)
+            continue
+        found += [draft.propose(state, mx.array([anchor]), count, pick)
+                  for state, anchor, count, pick in zip(states, anchors, slots, picks)]
+    return found
+
+
+def nearly(one, other):
+    if one is None or other is None:
+        return one is other
+    finite = mx.isfinite(one)
+    return bool((mx.isfinite(other) == finite).all()) and bool((mx.abs(mx.where(finite, one - other, 0)) < 1e-4).all())
+
+
+@pytest.mark.parametrize("samplings", [MIXED, MIXED[:1] * 3], ids=["mixed", "greedy"])
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_dspark_gated", "qwen3_dspark_rnn"])
+def test_proposals_of_several_requests_are_those_of_each_alone(name, samplings, pairs):
+    pair = golden_pair(name) if name.startswith("qwen3_dspark") else pairs(name)
+    texts = [random_tokens(length, seed=length, vocab=pair.target.vocab_size) for length in (3, 41, 17)]
+    slots = [pair.draft.gamma, 1, 2]
+    alone, many = (proposals_of(pair, texts, slots, samplings, together) for together in (False, True))
+    for own, got in zip(alone, many):
+        assert got.tokens.tolist() == own.tokens.tolist()
+        assert nearly(got.confidence_logits, own.confidence_logits)
+        assert nearly(got.log_q, own.log_q)
+
+
+def test_one_pass_serves_all(pairs, monkeypatch):
+    pair, passes = pairs("deepspec"), []
+    forward = type(pair.draft.backbone).__call__
+    monkeypatch.setattr(type(pair.draft.backbone), "__call__",
+                        lambda self, *args: passes.append(len(args[2])) or forward(self, *args))
+    texts = [random_tokens(length, seed=length, vocab=pair.target.vocab_size) for length in (3, 41, 17)]
+    proposals_of(pair, texts, [2, 1, 2], MIXED, together=True)
+    assert passes == [3, 3]

@@ -194,11 +194,11 @@ def test_a_stop_string_ends_text_ids_and_records(pair, reference):
 
 
 def test_the_default_length_is_256_or_what_the_context_leaves(pair):
-    assert cli._limit(10, None, 2048) == 256
-    assert cli._limit(2000, None, 2048) == 48
-    assert cli._limit(10, None, None) == 256
-    assert (cli._limit(10, -1, 2048), cli._limit(10, -1, None)) == (2038, None)
-    assert cli._limit(2048, 0, 2048) == 0
+    assert cli.token_limit(10, None, 2048) == 256
+    assert cli.token_limit(2000, None, 2048) == 48
+    assert cli.token_limit(10, None, None) == 256
+    assert (cli.token_limit(10, -1, 2048), cli.token_limit(10, -1, None)) == (2038, None)
+    assert cli.token_limit(2048, 0, 2048) == 0
 
 
 def test_sampling_is_given_as_a_record_or_as_fields(pair):

@@ -135,7 +135,7 @@ def test_block_tensors_of_three_rounds(name):
         model.observe(whole, rows, features)
 
         close(model.backbone.fuse(features)[0], expected["context_hidden"], LOGITS, f"round {index}: context")
-        hidden = model.block_hidden(state, anchor)
+        hidden = model.block_hidden([state], anchor)
         base = model.tables.logits(hidden)
         stepwise = model.walk(base, hidden, anchor, best)
         proposal = model.propose(whole, anchor, model.gamma, best)

@@ -29,9 +29,11 @@ ORDER = [  # a module may import modules of earlier lines
     {"profile"},
     {"scheduling"},
     {"generate"},
+    {"serve"},
     {"samples", "regenerate"},
-    {"bench_kernels"},
+    {"bench_kernels", "bench_requests"},
     {"bench"},
+    {"loads"},
     {"simulate"},
     {"calibrate"},
     {"selfcheck"},
@@ -39,16 +41,17 @@ ORDER = [  # a module may import modules of earlier lines
     {"evaluate", "data"},
     {"doctor"},
     {"train"},
+    {"server"},
     {"cli"},
     {"__main__"},
 ]
 DRAFT_ORDER = ["spec", "context tables heads qwen3", "gemma4 dflash2", "backbone base", "block", "eagle3 classic",
                "build", "__init__"]  # fmt: skip
-# bench times plain mlx_lm; two backbones use its rotary embeddings
-USE_MLX_LM = {"target", "cache", "load", "bench", "draft.qwen3", "draft.gemma4"}
+# bench times plain mlx_lm; two backbones use its rotary embeddings; serve.packed wraps its attention
+USE_MLX_LM = {"target", "cache", "load", "bench", "draft.qwen3", "draft.gemma4", "serve.packed"}
 PURE = {"store", "errors", "structs", "stats", "text", "schedule", "schedule.policies", "commands", "cli", "draft.spec",
         "registry", "models", "hub", "prompts", "acceptance", "tables", "progress", "train", "train.config",
-        "train.command"}
+        "train.command", "server", "server.command"}
 
 
 def run_python(*args: str) -> subprocess.CompletedProcess:

@@ -118,7 +118,7 @@ def test_speculators_may_leave_the_anchor_bare(tmp_path):
     assert draft.gamma == BLOCK - 1
     state = draft.start()
     draft.observe(state, mx.zeros((1, 9), dtype=mx.int32), taps_of(TAPS, 9, 0))
-    hidden = draft.block_hidden(state, mx.array([7]))
+    hidden = draft.block_hidden([state], mx.array([7]))
     first = draft.tables.logits(hidden)[0, 1] + draft.markov_head.markov_w2(draft.markov_head.markov_w1(mx.array(7)))
     assert distance(drafted(draft, HEAD)[1][0], first) < 1e-5
 
@@ -270,7 +270,7 @@ def test_rows_see_what_the_config_says(rows, changes, windows, causal, tmp_path)
         block = mx.random.normal((1, BLOCK, HIDDEN), key=mx.random.key(index))
         context = draft.backbone.fuse(taps_of(TAPS, count, index))
         seen.append(np.array(context[0], dtype=np.float64))
-        out = draft.backbone(block, context, caches)
+        out = draft.backbone(block, [context], [caches])
         wanted = naive_backbone(draft, np.array(block[0], dtype=np.float64), np.concatenate(seen), windows, causal)
         np.testing.assert_allclose(np.array(out[0]), wanted, atol=2e-4)
 
@@ -367,7 +367,7 @@ def test_dflash2_selector_and_head(tmp_path):
     tokens, logits, _ = drafted(draft, head, rounds=1)
     state = draft.start()
     draft.observe(state, mx.zeros((1, 9), dtype=mx.int32), taps_of(TAPS, 9, 0))
-    hidden = np.array(draft.block_hidden(state, mx.array([7])))[0, 1:]
+    hidden = np.array(draft.block_hidden([state], mx.array([7])))[0, 1:]
     base = np.tanh(0.5 * hidden @ np.array(head.weights["lm_head.weight"]).T / 5) * 5
     before, after, projection = (np.array(head.weights[f"candidate_selector.{name}"]) for name in
                                  ("predecessor_codebook", "successor_codebook", "hidden_projection.weight"))
@@ -395,7 +395,7 @@ def test_dflash2_whole_layer_uses_both_convolutions(tmp_path):
         draft.borrow(BARE.tables())
         state = draft.start()
         draft.observe(state, mx.zeros((1, 9), dtype=mx.int32), taps_of(TAPS, 9, 0))
-        hidden.append(draft.block_hidden(state, mx.array([7])))
+        hidden.append(draft.block_hidden([state], mx.array([7])))
     assert distance(hidden[0], hidden[1]) < 1e-5
     assert distance(hidden[0], hidden[2]) > 0.1
 

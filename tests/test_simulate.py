@@ -17,9 +17,9 @@ import pytest
 import mlx_dspark.schedule
 from mlx_dspark.schedule import make_policy
 from mlx_dspark.schedule import simulate as sim
-from mlx_dspark.schedule.auto import PAUSE_LIMIT, STAKE, WARM_UP
 from mlx_dspark.schedule.calibration import Rounds, calibrator, fit_temperatures
 from mlx_dspark.schedule.cost import CostCurve
+from mlx_dspark.schedule.parking import PAUSE_LIMIT, STAKE, WARM_UP
 from mlx_dspark.structs import Schedule
 
 ROUNDS = int(os.environ.get("MLX_DSPARK_TEST_ROUNDS", 5000))

@@ -14,6 +14,7 @@ from mlx_dspark.errors import FormatError
 from mlx_dspark.record import judged, read_recording
 from mlx_dspark.schedule.calibration import calibrator
 from mlx_dspark.schedule.cost import CostCurve
+from mlx_dspark.schedule.grid import CostGrid
 from mlx_dspark.schedule.simulate import Content, best_fixed, made_up
 from mlx_dspark.simulate import command, published_curves, read_curve, simulate, with_draft
 
@@ -292,3 +293,74 @@ def test_content_of_one_slot_can_be_replayed():
     content = Content(np.full((50, 1), 0.9), np.ones((50, 1), dtype=bool))
     speed, _ = simulate("auto", CostCurve({1: 1.0, 2: 1.0}), content)
     assert speed == 2
+
+
+# --- many requests
+
+LOAD_KEYS = ["curve", "content", "draft_share", "requests", "policy", "speedup_over_plain", "rows_per_request", "tau",
+             "parked"]
+
+
+def test_loads_as_json():
+    found = entries("--curve", "m4pro-27b-4bit", "--requests", "4,1", "--rounds", 30, "--draft-share", "0.05,0.12")
+    assert all(list(entry) == LOAD_KEYS for entry in found)
+    cases = {(entry["content"], entry["draft_share"], entry["requests"], entry["policy"]) for entry in found}
+    assert len(cases) == len(found) == 2 * 2 * 2 * 6
+    for entry in found:
+        if entry["policy"] == "plain":
+            assert [entry[key] for key in LOAD_KEYS[5:]] == [1, 1, 1, 1]
+        assert 1 <= entry["tau"] <= entry["rows_per_request"] <= 8 and 0 <= entry["parked"] <= 1
+
+
+def test_one_request_is_the_same_simulation():
+    curve = with_draft(published_curves()["m4max-30b-4bit"], 0.12, 7)
+    (entry,) = entries("--curve", "m4max-30b-4bit", "--requests", 1, "--rounds", 200, "--content", "steady",
+                       "--policy", "fixed:4")
+    assert entry["speedup_over_plain"] == pytest.approx(
+        simulate("fixed:4", curve, made_up("steady", 200, 0))[0], abs=1e-4)
+
+
+def test_the_table_of_loads_says_what_its_numbers_are():
+    text = output("--curve", "gb10-4b-4bit-mlx-cuda", "--requests", "1,8", "--rounds", 20, "--content", "steady",
+                  "--policy", "plain,fixed:3,fixed:4,auto")
+    assert "Simulated" in text and "no measurements" in text
+    head, plain, fixed, auto = text.split("\n\n")[1].splitlines()[1:]
+    assert head.split() == ["requests", "1", "8"] and plain.split() == ["plain", "1.00", "(1.0)", "1.00", "(1.0)"]
+    assert fixed.split()[2] == "(4.0)" and auto.startswith("auto")  # fixed:4 is wider than the curve
+    assert len({len(line) for line in (head, plain, fixed, auto)}) == 1
+
+
+def test_a_stored_grid_is_priced_by_its_own_layouts(tmp_path):
+    grid = CostGrid({(1, n): 1.0 + n for n in range(1, 9)} | {(2, n): 2.0 + n for n in range(2, 17)},
+                    {(1, n): 1.0 + n for n in range(1, 9)} | {(2, n): 4.0 for n in range(1, 9)},
+                    draft={(1, 7): 0.5, (2, 7): 0.5})
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({**grid.to_dict(), "key": {}}), encoding="utf-8")
+    args = ("--requests", 2, "--rounds", 30, "--content", "steady", "--policy", "fixed:7", "--curve", path)
+    (entry,) = entries(*args)
+    assert (entry["curve"], entry["draft_share"]) == ("mine", 0.25)
+    # Eight rows each cost what one costs: 4 seconds, and half a second to draft.
+    assert entry["speedup_over_plain"] == pytest.approx(entry["tau"] * 4 / 4.5, abs=1e-3)
+    assert {found["curve"] for found in entries(*args, "--curve", "m4max-30b-4bit")} == {"mine", "m4max-30b-4bit"}
+    path.write_text(json.dumps({"packed": {"1": {"2": 1.0}}}), encoding="utf-8")
+    refused(run(*args), str(path), "--requests", "plain round")
+
+
+def test_loads_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib", reason="NOT TESTED, matplotlib is missing: pip install matplotlib")
+    output("--curve", "m4max-30b-4bit", "--requests", "1,2,4", "--rounds", 10, "--content", "steady", "--plot",
+           tmp_path / "a.svg")
+    text = (tmp_path / "a.svg").read_text(encoding="utf-8")
+    assert ">m4max-30b-4bit, steady, draft 0.12: rows per request<" in text and ">requests at once (simulated)<" in text
+
+
+@pytest.mark.parametrize(("args", "code", "fragments"), [
+    pytest.param(["--requests", "0"], 2, ["'0'", "1,4,16"], id="none"),
+    pytest.param(["--requests", "1,x"], 2, ["'1,x'"], id="word"),
+    pytest.param(["--requests", "999"], 2, ["'999'", "256"], id="too-many"),
+    pytest.param(["--requests", "2", "--policy", "rate"], 1, ["'rate'", "several requests"], id="one-request-policy"),
+    pytest.param(["--requests", "2", "--policy", "fixed:9"], 1, ["'fixed:9'", "1 to 7"], id="too-wide"),
+    pytest.param(["--requests", "2", __file__], 2, ["made-up content", "RECORD"], id="records"),
+])
+def test_errors_of_loads(args, code, fragments):
+    refused(run(*args), *fragments, code=code)

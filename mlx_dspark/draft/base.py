@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
 
@@ -60,3 +61,31 @@ class Draft(Protocol):
 
     def propose(self, state: Any, anchor: mx.array, slots: int, pick: Pick) -> Proposal:
         """Propose `slots` tokens (1..gamma) after anchor [B]; lazy, nothing is read back."""
+
+
+@runtime_checkable
+class Resumable(Draft, Protocol):
+    """A draft whose context outlives its request."""
+
+    def keep(self, state: Any) -> Any:
+        """What to store of a request that is over, so that `resume` can begin from it; the state ends with it."""
+
+    def resume(self, kept: Any, length: int) -> Any | None:
+        """A state that has observed the first `length` rows of a kept one; None where that is impossible.
+
+        The token after those rows must be the same as well. `kept` stays as it is.
+        """
+
+
+def propose_many(
+    draft: Draft, states: Sequence[Any], anchor: mx.array, slots: Sequence[int], picks: Sequence[Pick]
+) -> list[Proposal]:
+    """Proposals of several requests: anchor [B], and one state, slot count and pick each.
+
+    In one pass where the draft has `propose_many`; the others draft token by token and do it request by request.
+    """
+    together = getattr(draft, "propose_many", None)
+    if together is not None and len(states) > 1:
+        return together(states, anchor, slots, picks)
+    return [draft.propose(state, anchor[b : b + 1], count, pick)
+            for b, (state, count, pick) in enumerate(zip(states, slots, picks, strict=True))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
@@ -107,17 +108,45 @@ class BlockDraft(nn.Module):
             self.backbone.extend(self._take_context(state), state.caches)
             mx.async_eval([array for cache in state.caches for array in cache.arrays])
 
+    def keep(self, state: BlockState) -> list[ContextCache]:
+        """The context of a request that is over, for another one that begins alike."""
+        context = self._take_context(state)
+        if context is not None:
+            self.backbone.extend(context, state.caches)
+        return state.caches
+
+    def resume(self, kept: list[ContextCache], length: int) -> BlockState:
+        """A state behind the first `length` committed rows of `kept`."""
+        return BlockState([cache.prefix(length) for cache in kept])
+
     def propose(self, state: BlockState, anchor: mx.array, slots: int, pick: Pick) -> Proposal:
         """One block pass of all block_size rows, then `slots` steps of the sequential head."""
-        anchor, first = self.tables.known(anchor), 0 if self.spec.anchor_predicts else 1
-        hidden = self.block_hidden(state, anchor)[:, first : first + slots]  # [B, N, D]
+        anchor = self.tables.known(anchor)
+        hidden = self._slots(self.block_hidden([state], anchor), slots)
         return self.walk(self.tables.logits(hidden), hidden, anchor, pick)
 
-    def block_hidden(self, state: BlockState, anchor: mx.array) -> mx.array:
-        """Hidden states of the block [anchor, mask, mask, ...] after the final norm [B, T, D]."""
+    def propose_many(
+        self, states: Sequence[BlockState], anchor: mx.array, slots: Sequence[int], picks: Sequence[Pick]
+    ) -> list[Proposal]:
+        """`propose` for several requests in one pass: anchor [B], and one of everything else each."""
+        anchor = self.tables.known(anchor)
+        hidden = self._slots(self.block_hidden(states, anchor), max(slots))
+        base = self.tables.logits(hidden)  # [B, N, V]
+        if all(isinstance(pick, ArgmaxPick) for pick in picks):
+            walked = self.walk(base, hidden, anchor, picks[0])
+            return [_part(walked, b, count) for b, count in enumerate(slots)]
+        return self._walk_each(base, hidden, anchor, slots, picks)
+
+    def block_hidden(self, states: Sequence[BlockState], anchor: mx.array) -> mx.array:
+        """Hidden states of the blocks [anchor, mask, mask, ...] after the final norm [B, T, D]."""
         mask = mx.full((anchor.shape[0], self.spec.block_size - 1), self.spec.mask_token_id, dtype=anchor.dtype)
         block = self.tables.embed(mx.concatenate([anchor[:, None], mask], axis=1), self.dtype)  # [B, T, D]
-        return self.backbone(block, self._take_context(state), state.caches)
+        return self.backbone(block, self._take_contexts(states), [state.caches for state in states])
+
+    def _slots(self, hidden: mx.array, slots: int) -> mx.array:
+        """The block rows that predict [B, N, D]."""
+        first = 0 if self.spec.anchor_predicts else 1
+        return hidden[:, first : first + slots]
 
     def walk(self, base: mx.array, hidden: mx.array, anchor: mx.array, pick: Pick) -> Proposal:
         """Choose x_1..x_N left to right from base [B, N, V], corrected for what was chosen before."""
@@ -129,10 +158,35 @@ class BlockDraft(nn.Module):
             walk.reference(markov.step, base, projected, anchor, markov.start(len(anchor)),
                            lambda corrected: choices.choose(self.tables.widen(corrected)))
             walked = choices.proposal()
+        return replace(walked, confidence_logits=self._confidence(hidden, anchor, walked.tokens))
+
+    def _walk_each(
+        self, base: mx.array, hidden: mx.array, anchor: mx.array, slots: Sequence[int], picks: Sequence[Pick]
+    ) -> list[Proposal]:
+        """`walk` where every request picks in its own way; one that wants fewer slots idles in the last ones."""
+        markov = self.sequential_head
+        each = [Choices(anchor[b : b + 1], pick) for b, pick in enumerate(picks)]
+
+        def choose(corrected: mx.array) -> mx.array:
+            wide = self.tables.widen(corrected)  # [B, V]
+            return mx.concatenate([
+                choices.choose(wide[b : b + 1]) if len(choices.tokens) < slots[b] else anchor[b : b + 1]
+                for b, choices in enumerate(each)
+            ])
+
+        walk.reference(markov.step, base, markov.project(hidden), anchor, markov.start(len(anchor)), choose)
+        proposals = [choices.proposal() for choices in each]
+        tokens = mx.concatenate([mx.pad(p.tokens, [(0, 0), (0, base.shape[1] - p.tokens.shape[1])]) for p in proposals])
+        confidence = self._confidence(hidden, anchor, tokens)
+        return [replace(proposal, confidence_logits=None if confidence is None else confidence[b : b + 1, : slots[b]])
+                for b, proposal in enumerate(proposals)]
+
+    def _confidence(self, hidden: mx.array, anchor: mx.array, tokens: mx.array) -> mx.array | None:
+        """Confidence logits [B, N] of tokens [B, N]; a slot's looks at the token before it, never at its own."""
         if not self.has_confidence:
-            return walked
-        previous = mx.concatenate([anchor[:, None], walked.tokens[:, :-1]], axis=1)  # x_0..x_{N-1}
-        return replace(walked, confidence_logits=self.confidence_head(hidden, previous, markov))
+            return None
+        previous = mx.concatenate([anchor[:, None], tokens[:, :-1]], axis=1)  # x_0..x_{N-1}
+        return self.confidence_head(hidden, previous, self.sequential_head)
 
     def _fused_walk(
         self, base: mx.array, projected: mx.array | None, anchor: mx.array, pick: Pick
@@ -141,21 +195,43 @@ class BlockDraft(nn.Module):
         rows = self.tables.rows(base.shape[-1])
         if rows < base.shape[-1]:
             base = mx.contiguous(base[..., :rows])  # once: every launch would copy a slice
-        if isinstance(pick, ArgmaxPick) and self.kernels.walk_greedy is not None:
+        if isinstance(pick, ArgmaxPick) and self._greedy_kernel(len(anchor)):
             tokens = self.kernels.walk_greedy(base, projected, anchor)
             return Proposal(tokens.astype(anchor.dtype))
-        if isinstance(pick, GumbelPick) and self.kernels.walk_sampled is not None:
-            keys = mx.broadcast_to(pick.keys[: base.shape[1]], (len(anchor), base.shape[1], 2))
+        if isinstance(pick, GumbelPick) and self.kernels.walk_sampled is not None and len(anchor) == 1:
+            keys = pick.keys[None, : base.shape[1]]  # [1, N, 2]: several requests would draw the same noise
             tokens, corrected = self.kernels.walk_sampled(base, projected, anchor, keys, pick.scale)
             corrected = self.tables.padded(corrected)
             return Proposal(tokens.astype(anchor.dtype), corrected, pick.shape(corrected))
         return None
 
-    def _take_context(self, state: BlockState) -> mx.array | None:
-        """Fuse the pending taps and forget them; None when nothing is pending."""
-        if not state.pending:
-            return None
-        taps = mx.concatenate(state.pending, axis=1).astype(self.dtype)
-        state.pending.clear()
-        return self.backbone.fuse(taps)  # [B, C, D]
+    def _greedy_kernel(self, requests: int) -> bool:
+        """Whether a kernel walks this many requests; the candidates' walk reads back and serves one."""
+        walk_greedy = self.kernels.walk_greedy
+        return walk_greedy is not None and (requests == 1 or not isinstance(walk_greedy, CertifiedWalk))
 
+    def _take_context(self, state: BlockState) -> mx.array | None:
+        return self._take_contexts([state])[0]
+
+    def _take_contexts(self, states: Sequence[BlockState]) -> list[mx.array | None]:
+        """Fuse what is pending in one product, and forget it; None where nothing is: [B, C, D] each."""
+        pending = [state.pending[0] if len(state.pending) == 1 else mx.concatenate(state.pending, axis=1)
+                   for state in states if state.pending]
+        if not pending:
+            return [None] * len(states)
+        counts = [state.waiting for state in states]
+        taps = pending[0] if len(pending) == 1 else mx.concatenate(pending, axis=1)
+        fused, first = self.backbone.fuse(taps.astype(self.dtype)), 0
+        contexts: list[mx.array | None] = []
+        for state, count in zip(states, counts, strict=True):
+            contexts.append(fused[:, first : first + count] if count else None)
+            first += count
+            state.pending.clear()
+        return contexts
+
+
+def _part(proposal: Proposal, request: int, slots: int) -> Proposal:
+    """One request's share of a proposal for several, without logits: the best token alone counted."""
+    own, confidence = slice(request, request + 1), proposal.confidence_logits
+    return Proposal(proposal.tokens[own, :slots],
+                    confidence_logits=None if confidence is None else confidence[own, :slots])

@@ -60,6 +60,15 @@ class ClassicDraft:
             state.tokens.clear()
             mx.async_eval(state.cache.arrays)
 
+    def keep(self, state: ClassicState) -> Any:
+        """The small model's cache of a request that is over."""
+        return state.cache
+
+    def resume(self, kept: Any, length: int) -> ClassicState | None:
+        """A state behind the first `length` tokens; None if the small model has not run so many."""
+        cache = kept.prefix(length)
+        return None if cache is None else ClassicState(cache)
+
     def propose(self, state: ClassicState, anchor: mx.array, slots: int, pick: Pick) -> Proposal:
         """Run the pending tokens and the anchor in one forward, then one row per further slot."""
         rows = mx.concatenate([*state.tokens, anchor[:, None]], axis=1)

@@ -37,6 +37,14 @@ class ContextCache:
         """The context rows alone [B, H_kv, length, head_dim]."""
         return self._keys[..., : self.length, :], self._values[..., : self.length, :]
 
+    def prefix(self, length: int) -> ContextCache:
+        """A cache of the first `length` rows; both may grow, neither sees the other."""
+        cut = ContextCache()
+        cut.length = length
+        if length:  # a slice is an array of its own: writing into one copies first
+            cut._keys, cut._values = self._keys[..., :length, :], self._values[..., :length, :]
+        return cut
+
     @property
     def arrays(self) -> list[mx.array]:
         """What must be evaluated to have the context in memory."""

@@ -36,6 +36,7 @@ class Eagle3Draft(nn.Module):
     """A recurrent draft in the same loop; it has no confidence head."""
 
     has_confidence = False
+    looks_ahead = 1  # tokens behind a context row that it depends on
 
     def __init__(self, spec: DraftSpec, own_embed: bool = False, own_head: bool = False):
         super().__init__()
@@ -78,6 +79,14 @@ class Eagle3Draft(nn.Module):
             state.tokens, state.taps = [tokens[:, -1:]], [taps[:, -1:]]
             mx.async_eval(state.cache.arrays)
 
+    def keep(self, state: Eagle3State) -> ContextCache:
+        """The context of a request that is over. Its newest row waits for a token and is not in it."""
+        return state.cache
+
+    def resume(self, kept: ContextCache, length: int) -> Eagle3State | None:
+        """A state behind `length` committed rows, which saw the token after them; None if they are not stored."""
+        return Eagle3State(kept.prefix(length)) if length <= kept.length else None
+
     def propose(self, state: Eagle3State, anchor: mx.array, slots: int, pick: Pick) -> Proposal:
         """Take in the pending rows, then choose a token and run the layer on it, `slots` times."""
         hidden = self.take_context(state, anchor)  # [B, 1, D]
@@ -109,5 +118,6 @@ class Eagle3Draft(nn.Module):
         """Write rows [B, T, 2D] to the cache and run the last one: [B, 1, D] before the final norm."""
         attention, start = self.layers[0].self_attn, state.cache.length + behind
         keys, values = state.cache.write(*attention.keys_values(rows, start), keep=keep, behind=behind)
-        attended = attention.attend(rows[:, -1:], keys, values, start + rows.shape[1] - 1)
+        queries = attention.queries(rows[:, -1:], start + rows.shape[1] - 1)
+        attended = attention.o_proj(attention.mix(queries, keys, values, None))
         return self.layers[0].finish(residual[:, -1:], attended)

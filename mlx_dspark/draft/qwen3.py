@@ -37,13 +37,10 @@ class Attention(nn.Module):
         """Rows [B, T, width] at positions start.. -> queries [B, H, T, head_dim]."""
         return self._rope(self.q_norm(split_heads(self.q_proj(x), self.head_dim)), offset=start)
 
-    def attend(
-        self, x: mx.array, keys: mx.array, values: mx.array, start: int, mask: mx.array | None = None
-    ) -> mx.array:
-        """Queries from rows [B, T, width] at positions start.. over keys [B, H_kv, S, head_dim] -> [B, T, D]."""
-        queries = self.queries(x, start)
+    def mix(self, queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None) -> mx.array:
+        """Queries [B, H, T, head_dim] over keys [B, H_kv, S, head_dim] -> [B, T, H * head_dim], before o_proj."""
         out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=mask)
-        return self.o_proj(out.swapaxes(1, 2).flatten(2))
+        return out.swapaxes(1, 2).flatten(2)
 
 
 class MLP(nn.Module):

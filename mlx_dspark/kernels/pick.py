@@ -21,6 +21,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..backend import machine, on_cpu
+from ..errors import first_line
 from ..store import kernels_folder, write_json
 from . import accept
 from .launch import Execute, on_cuda, on_metal
@@ -162,7 +163,7 @@ def check(trial: Trial, name: str, execute: Execute) -> Choice:
             return replace(choice, reason=f"it is wrong on {name}: {problem}", failed=True)
         seconds = medians({"kernel": lambda: trial.kernel(execute), "reference": trial.reference}, RUNS)
     except Exception as error:  # a kernel compiler may raise anything
-        return replace(choice, reason=f"it failed on {name}: {_first_line(error)}", failed=True, raised=True)
+        return replace(choice, reason=f"it failed on {name}: {first_line(error)}", failed=True, raised=True)
     choice = replace(choice, kernel_seconds=seconds["kernel"], reference_seconds=seconds["reference"])
     if seconds["kernel"] > seconds["reference"]:
         return replace(choice, reason=f"it is slower on {name}")
@@ -228,7 +229,3 @@ def text_hash() -> str:
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

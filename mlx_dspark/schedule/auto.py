@@ -1,9 +1,7 @@
 """`auto`: lookahead, and the question before it: is drafting worth its seconds at all?
 
-Parking is decided before the draft is paid for, from the forecast of the round. A parked run probes: it
-drafts one round to see whether the content has changed. The pause between probes is the one that
-balances the probe's cost against what is missed, sqrt(2 cost / (chance of a change per round x gain of
-noticing)), with both learned from the run; probes that fail make the chance smaller, so they back off.
+Parking is decided before the draft is paid for, from the forecast of the round; `parking.py` says when a
+parked run looks again.
 
 The second host read of a round (its confidences) has a price too: it is only paid while deciding by
 this round's confidences has been worth more than that, compared with deciding by past rounds.
@@ -12,33 +10,13 @@ this round's confidences has been worth more than that, compared with deciding b
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..structs import Round, Schedule
 from .cost import CostCurve
+from .parking import PROBE, STAKE, WARM_UP, Mean, Odds, Parking, hoped
 from .rate import Calibrate, Lookahead
-
-WARM_UP = 8  # rounds drafted before anything is parked, while an optimist would
-OPTIMISM = 0.35  # added to every expected confidence before the first round, less with every round seen
-STAKE = 0.01  # share of the run's tokens that probing may cost, when drafting has earned nothing
-FIRST_GAIN = 0.3  # tokens per round gained by drafting, before it is known
-PAUSE_LIMIT = 256  # rounds; a run never stops looking altogether
-GAIN_MEMORY = 0.02
-PROBE_MEMORY = 0.995
-READ_MEMORY = 0.01
-
-
-class Mean:
-    """A running mean: of all values at first, later mostly of the last 1 / READ_MEMORY."""
-
-    def __init__(self) -> None:
-        self.value, self.count = 0.0, 0
-
-    def add(self, value: float) -> None:
-        """Count one more value."""
-        self.count += 1
-        self.value += max(READ_MEMORY, 1 / self.count) * (value - self.value)
 
 
 class Auto(Lookahead):
@@ -46,20 +24,15 @@ class Auto(Lookahead):
 
     def __init__(self, name: str, gamma: int, curve: CostCurve, calibrate: Calibrate = tuple):
         super().__init__(name, gamma, curve, calibrate)
-        self._parked = 0  # rounds since the last drafted one
-        self._probing = False
-        self._changes, self._watched = 1.0, 8.0  # changes noticed in how many parked rounds (a prior of one in eight)
-        self._gain = FIRST_GAIN
+        self._parking, self._odds = Parking(), Odds()
         # Tokens gained by reading a round's confidences, after a round below and one above average.
         self._insight = {False: Mean(), True: Mean()}
-        self._follow = False  # a probe paid: draft once more
-        self._why = "warming up"
 
     def inherit(self, other: Lookahead) -> None:
         """Start from what an earlier run of the same pair learned."""
         super().inherit(other)
         if isinstance(other, Auto):
-            self._changes, self._watched, self._gain = other._changes, other._watched, other._gain
+            self._odds = copy.copy(other._odds)
             self._insight = {high: copy.copy(mean) for high, mean in other._insight.items()}
 
     @property
@@ -71,31 +44,30 @@ class Auto(Lookahead):
     def before(self, history: Sequence[Round]) -> int:
         """Draft, park, or probe."""
         self.begin(history)
-        self._probing = False
         expected = self.forecast.expected()
-        value = self.drafting_value(expected)
-        if self.forecast.rounds < WARM_UP and self.drafting_value(self._hoped(expected)) > 0:
-            return self._draft("warming up")
-        if value > 0:
-            return self._draft("drafting pays")
-        if self._follow:
-            self._follow = False
-            return self._draft("the probe paid")
-        if self._parked + 1 >= self.pause() and self._may_lose(self.price() * self.curve.drafting(self.gamma) + 1):
-            self._probing = True
-            return self._draft("probe")
-        self._parked += 1
-        self._why = f"parked: a draft is expected to lose {-value:.2f} tokens"
-        return 0
+        value, cost = self.drafting_value(expected), self._draft_cost()
+        if self.forecast.rounds < WARM_UP and self.drafting_value(hoped(self.forecast, expected)) > 0:
+            self._parking.draft("warming up")
+        elif value > 0:
+            self._parking.draft("drafting pays")
+        elif self._parking.follow:
+            self._parking.follow = False
+            self._parking.draft("the probe paid")
+        elif self._parking.parked + 1 >= self._odds.pause(cost) and self._may_lose(cost + 1):
+            self._parking.draft(PROBE)
+        else:
+            self._parking.park(-value)
+            return 0
+        return self.gamma
 
     def after(self, proposed: int, confidences: Sequence[float] | None) -> Schedule:
         """The lookahead decision, or the reason for parking."""
         if not proposed:
-            return self.decide(0, 0, (), self._why)
+            return self.decide(0, 0, (), self._parking.why)
         schedule = super().after(proposed, confidences)
-        if not self._probing:
+        if self._parking.why != PROBE:
             return schedule
-        return Schedule(schedule.drafts, self.name, "probe", schedule.expected_tokens, schedule.seconds)
+        return replace(schedule, reason=PROBE)
 
     def drafting_value(self, confidences: Sequence[float]) -> float:
         """Tokens gained over a plain round, its extra seconds priced, with these confidences.
@@ -105,22 +77,15 @@ class Auto(Lookahead):
         """
         _, width, _ = self.best_prefix(confidences)
         extra = max(0.0, self._insight[self.forecast.high].value - self.price() * self.curve.read)
-        return self._gained(confidences, width) + extra - self.price() * self.curve.drafting(self.gamma)
+        return self._gained(confidences, width) + extra - self._draft_cost()
 
-    def _hoped(self, expected: Sequence[float]) -> list[float]:
-        """Confidences that the few rounds seen so far do not rule out."""
-        hope = OPTIMISM / math.sqrt(self.forecast.rounds + 1)
-        return [min(0.97, confidence + hope) for confidence in expected]
+    def _draft_cost(self) -> float:
+        """Tokens that could be committed in the time of a proposal."""
+        return self.price() * self.curve.drafting(self.gamma)
 
     def _may_lose(self, tokens: float) -> bool:
         """Whether losing this much leaves the run ahead of plain decoding, or behind by the stake at most."""
         return self.lead - tokens >= -STAKE * self.tokens
-
-    def pause(self) -> float:
-        """Rounds between two probes of a parked run."""
-        cost = self.price() * self.curve.drafting(self.gamma) + 0.02
-        chance = self._changes / self._watched
-        return min(PAUSE_LIMIT, max(2.0, math.sqrt(2 * cost / (chance * self._gain))))
 
     def learn_confidences(self, confidences: Sequence[float], landed: Round) -> None:
         """Was it good to draft, and to look?"""
@@ -128,12 +93,10 @@ class Auto(Lookahead):
         self._learn_insight(confidences, width)
         self.forecast.observe(confidences)
         value = self.drafting_value(self.forecast.expected())
-        if landed.schedule.reason == "probe":
-            self._watched = PROBE_MEMORY * (self._watched + self._parked_before)
-            self._changes = PROBE_MEMORY * (self._changes + (value > 0))
-            self._follow = self._gained(confidences, width) > self.price() * self.curve.drafting(self.gamma)
-        if value > 0:
-            self._gain += GAIN_MEMORY * (value - self._gain)
+        if landed.schedule.reason == PROBE:
+            self._odds.probed(self._parking.waited, value > 0)
+            self._parking.follow = self._gained(confidences, width) > self._draft_cost()
+        self._odds.gained(value)
 
     def _learn_insight(self, confidences: Sequence[float], seen: int) -> None:
         """Value of the width chosen by looking, over that chosen by the forecast, under what was seen."""
@@ -150,8 +113,3 @@ class Auto(Lookahead):
             survival *= confidence
             tokens += survival
         return tokens - self.price() * (self.verify(width + 1) - self.verify(1))
-
-    def _draft(self, why: str) -> int:
-        self._why = why
-        self._parked_before, self._parked = self._parked + 1, 0
-        return self.gamma

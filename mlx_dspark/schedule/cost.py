@@ -53,9 +53,15 @@ class CostCurve:
 
     def verify(self, rows: int, depth: int | None = None) -> float:
         """Seconds of a verify forward of `rows` rows at context `depth`; the widest known for more rows."""
-        count = min((n for n in self.rows if n >= rows), default=self.widest)
         further = 0 if depth is None else depth - self.depth
-        return self.rows[count] + max(0.0, self.slope.get(count, 0.0)) * max(further, -self.depth)
+        return self.rows[self._measured(rows)] + self.further(rows) * max(further, -self.depth)
+
+    def further(self, rows: int) -> float:
+        """Seconds more of such a forward per further position of context."""
+        return max(0.0, self.slope.get(self._measured(rows), 0.0))
+
+    def _measured(self, rows: int) -> int:
+        return min((n for n in self.rows if n >= rows), default=self.widest)
 
     def drafting(self, proposals: int) -> float:
         """Seconds of one proposal of this many tokens."""

@@ -21,8 +21,8 @@ from .paper import Lagged, Paper
 from .rate import Calibrate, Lookahead
 
 
-class Policy(Protocol):
-    """What the round loop needs to know."""
+class Reads(Protocol):
+    """What a loop must know of a policy before it asks anything."""
 
     @property
     def name(self) -> str:
@@ -35,6 +35,10 @@ class Policy(Protocol):
     @property
     def uses_confidence(self) -> bool:
         """Finished rounds must carry their confidences (they come with the round's one host read)."""
+
+
+class Policy(Reads, Protocol):
+    """What the round loop needs to know."""
 
     def before(self, history: Sequence[Round]) -> int:
         """How many tokens to draft; 0 verifies the anchor alone. A round still in flight is not in `history`."""

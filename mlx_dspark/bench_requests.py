@@ -1,0 +1,141 @@
+"""`bench requests`: throughput of several requests at once by policy, and the latency of one.
+
+Every load (requests decoded together) gets one engine a policy. Each repeat serves the same requests through every
+engine in rotating order; ratios are taken within a repeat, and their median is reported.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from .backend import machine
+from .generate import stream_generate
+from .load import Pair
+from .serve import Engine, EngineOptions, Request
+
+PLAIN = "plain"
+WAVES = 2  # requests a place in the batch, so that they come and go
+
+
+@dataclass(frozen=True)
+class Served:
+    """One pass of all requests through an engine."""
+
+    tokens: int
+    seconds: float
+    rounds: int
+    rows: int
+    parked: int
+    round_tokens: int
+    texts: tuple[tuple[int, ...], ...]
+
+    @property
+    def rate(self) -> float:
+        """Committed tokens per second, prompts included in the seconds."""
+        return self.tokens / self.seconds
+
+
+def bench_requests(
+    pair: Pair, prompts: Sequence[Sequence[int]], loads: Sequence[int], policies: Sequence[str], max_tokens: int,
+    repeats: int, progress: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Serve prompts (token ids) greedily at every load under `plain` and each policy; returns the JSON document."""
+    names = list(dict.fromkeys([PLAIN, *policies]))
+    return {
+        "machine": machine(),
+        "pair": dict(pair.facts),
+        "prompts": len(prompts),
+        "max_tokens": max_tokens,
+        "repeats": repeats,
+        "loads": {str(load): _at_load(pair, prompts, load, names, max_tokens, repeats, progress) for load in loads},
+        "latency": _latency(pair, prompts, names, max_tokens, repeats, progress),
+    }
+
+
+def _at_load(
+    pair: Pair, prompts: Sequence[Sequence[int]], load: int, names: Sequence[str], max_tokens: int, repeats: int,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    wanted = [prompts[number % len(prompts)] for number in range(WAVES * load)]
+    passes: dict[str, list[Served]] = {name: [] for name in names}
+    with ExitStack() as stack:
+        engines = {name: stack.enter_context(_engine(pair, name, load)) for name in names}
+        for name in names:
+            _serve(engines[name], wanted, max_tokens)  # warm-up, and what `auto` learns
+        for repeat in range(repeats):
+            for name in _turned(names, repeat):
+                progress(f"{load} requests, repeat {repeat + 1}/{repeats}, {name}")
+                passes[name].append(_serve(engines[name], wanted, max_tokens))
+    return {name: _report(passes[name], passes[PLAIN]) for name in names}
+
+
+def _latency(
+    pair: Pair, prompts: Sequence[Sequence[int]], names: Sequence[str], max_tokens: int, repeats: int,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """Seconds of one request through the engine over those of `generate`, by policy."""
+    found = {}
+    for name in names:
+        ratios = []
+        with _engine(pair, name, 1) as engine:
+            _serve(engine, prompts[:1], max_tokens)
+            for repeat in range(repeats):
+                for prompt in prompts:
+                    progress(f"one request, repeat {repeat + 1}/{repeats}, {name}")
+                    ways = {"generate": partial(_generate, pair, prompt, name, max_tokens),
+                            "engine": partial(_serve, engine, [prompt], max_tokens)}
+                    seconds = {way: _timed(ways[way]) for way in _turned(list(ways), repeat)}
+                    ratios.append(seconds["engine"] / seconds["generate"])
+        found[name] = {"engine_over_generate": round(statistics.median(ratios), 4),
+                       "min": round(min(ratios), 4), "max": round(max(ratios), 4)}
+    return found
+
+
+def _engine(pair: Pair, policy: str, load: int) -> Engine:
+    return Engine(pair, EngineOptions(max_requests=load, max_waiting=WAVES * load, policy=policy, prefix_bytes=0))
+
+
+def _serve(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> Served:
+    before, since = engine.metrics(), time.perf_counter()
+    streams = [engine.submit(Request(tuple(prompt), max_tokens)) for prompt in prompts]
+    texts = tuple(tuple(token for chunk in stream for token in chunk.ids) for stream in streams)
+    seconds, after = time.perf_counter() - since, engine.metrics()
+    return Served(after.tokens - before.tokens, seconds, after.rounds - before.rounds, after.rows - before.rows,
+                  after.parked - before.parked, after.round_tokens - before.round_tokens, texts)
+
+
+def _generate(pair: Pair, prompt: Sequence[int], policy: str, max_tokens: int) -> None:
+    for _ in stream_generate(pair, prompt, max_tokens=max_tokens, policy=policy):
+        pass
+
+
+def _timed(work: Callable[[], Any]) -> float:
+    since = time.perf_counter()
+    work()
+    return time.perf_counter() - since
+
+
+def _turned(names: Sequence[Any], by: int) -> list[Any]:
+    shift = by % len(names)
+    return [*names[shift:], *names[:shift]]
+
+
+def _report(passes: Sequence[Served], plain: Sequence[Served]) -> Mapping[str, Any]:
+    ratios = [own.rate / other.rate for own, other in zip(passes, plain, strict=True)]
+    rounds = sum(own.rounds for own in passes)
+    return {
+        "tokens_per_second": round(statistics.median(own.rate for own in passes), 2),
+        "over_plain": {"median": round(statistics.median(ratios), 4), "min": round(min(ratios), 4),
+                       "max": round(max(ratios), 4)},
+        "tau": round(sum(own.round_tokens for own in passes) / rounds, 4),
+        "rows_per_request": round(sum(own.rows for own in passes) / rounds, 4),
+        "parked_share": round(sum(own.parked for own in passes) / rounds, 4),
+        "texts_equal_plain": sum(a == b for a, b in zip(passes[0].texts, plain[0].texts, strict=True)),
+        "texts": len(plain[0].texts),
+    }

@@ -1,0 +1,386 @@
+"""`auto` across requests: the rate over the run as the price of a second, looking past steps, and parking.
+
+The price of a second is lambda, committed tokens of all requests per modelled second, kept per load as a
+multiple of what plain decoding commits there. A slot is verified when it, or some continuation that begins with
+it, brings more tokens than its rows cost; the continuation runs down the ranking of all requests, over slots
+that are seen and forecasts of those that are not:
+
+    max_k  sum of the k best survivals from here - lambda * (T(rows + k) - T(rows)) > 0,   T the cheaper layout
+
+Which requests draft at all is decided before the draft is paid for: those whose forecast pays for their
+share of the batched proposal. The others are parked one by one, and probe as a single stream does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from ..structs import Round
+from .batch_rate import ByCost, reason
+from .forecast import Forecast
+from .grid import PACKED, CostGrid, Prices
+from .lines import Line, Plan
+from .parking import PROBE, STAKE, WARM_UP, Mean, Odds, Parking, hoped
+from .ranking import Survivals, climb, search, survivals
+from .rate import Calibrate, RunRate
+
+FAMILIAR = 8  # rounds after which a request's own insight counts as much as everybody's
+
+
+class Insight(dict[bool, Mean]):
+    """Tokens that a request gains by the reading of its confidences, after a round of it below and one above its
+    average."""
+
+    def __init__(self) -> None:
+        super().__init__({False: Mean(), True: Mean()})
+
+
+@dataclass
+class Load:
+    """What was learned at one count of requests.
+
+    rate: in units of plain decoding at that count. insight: of all requests.
+    """
+
+    rate: RunRate = field(default_factory=RunRate)
+    odds: Odds = field(default_factory=Odds)
+    insight: Insight = field(default_factory=Insight)
+
+
+class BatchAuto(ByCost):
+    """Lookahead over all requests, with parking request by request."""
+
+    def __init__(self, name: str, gamma: int, grid: CostGrid, calibrate: Calibrate = tuple):
+        super().__init__(name, gamma, grid, calibrate)
+        self._loads: dict[int, Load] = {}
+        self._parking: dict[Hashable, Parking] = {}
+        self._insights: dict[Hashable, Insight] = {}
+        self._fresh: dict[Hashable, bool] = {}  # whose forecast has learned since the last decision; by a probe?
+        self._reads = self._looked = True  # in the present round; in the last one that drafted
+        self.tokens, self.lead = 0, 0.0  # committed, and how many more than plain decoding in the same seconds
+
+    @property
+    def reads_confidence(self) -> bool:
+        """Only while looking into the round pays for the read; asked after `before`."""
+        return self._reads
+
+    def before(self, lines: Sequence[Line]) -> dict[Hashable, int]:
+        """Draft, park or probe, request by request."""
+        self.begin(lines)
+        self._parking = {line.request: self._parking.get(line.request) or Parking() for line in lines}
+        self._insights = {line.request: self._insights.get(line.request) or Insight() for line in lines}
+        price, load = self._price([line.depth for line in lines]), self._load(len(lines))
+        gains = self._gains(lines, price, load)
+        always = sum(line.fixed is not None and self.taken(line) > 0 for line in lines)
+        shares = _Shares(gains.values(), [price * self.grid.drafting(always + more, self.gamma)
+                                          for more in range(len(gains) + 1)])
+        values = {request: shares.value(gain) for request, gain in gains.items()}
+        self._review(values, load)
+        drafting = self._decide(values, shares, load)
+        self._reads = self._worth_reading(drafting, price, load)
+        return {line.request: self.slots(line) if line.request in drafting or line.fixed is not None else 0
+                for line in lines}
+
+    def after(self, lines: Sequence[Line]) -> Plan:
+        """The lookahead decision where confidences were read, else the best for those expected."""
+        confidences, taken = [self.current(line) for line in lines], [self.taken(line) for line in lines]
+        rows = [survivals(own) if line.fixed is None else [] for line, own in zip(lines, confidences, strict=True)]
+        price, prices = self._price([line.depth for line in lines]), self.prices(lines)
+        chosen = [line for line in lines if line.proposed and line.fixed is None]
+        looks = any(line.confidences is not None for line in chosen)
+        if chosen:
+            self._looked = looks
+        if looks:
+            forecasts = [self.known[line.request].forecast for line in lines]
+            drafts = self._look(rows, confidences, forecasts, taken, prices, price)
+        else:
+            drafts = search(rows, taken, prices, lambda tokens, seconds: tokens - price * seconds)
+        return self.plan(lines, confidences, drafts, list(map(self._reason, lines, drafts)))
+
+    def learn_confidences(self, landed: Mapping[Hashable, Round], seen: Mapping[Hashable, Sequence[float]]) -> None:
+        """Was it good to draft, and to look?"""
+        rounds = {request: one for request, one in landed.items() if one.rows}
+        if not rounds:
+            return
+        depths = [one.start + len(one.tokens) for one in rounds.values()]
+        self._account(list(rounds.values()), depths)
+        self._judge(rounds, {r: own for r, own in seen.items() if not self.known[r].fixed}, depths)
+        super().learn_confidences(landed, seen)
+        self._fresh |= {request: landed[request].schedule.reason == PROBE for request in seen}
+
+    # Before the draft
+
+    def _gains(self, lines: Sequence[Line], price: float, load: Load) -> dict[Hashable, float]:
+        """Tokens that drafting is expected to gain for each request, its rows paid, its draft not yet.
+
+        A round is worth more than the best plan for its expected confidences, because the plan can still follow
+        what is seen: that much is learned from past rounds.
+        """
+        open_lines = [line for line in lines if line.fixed is None and self.slots(line)]
+        rows = {line.request: survivals(self._hopes(line)[: self.slots(line)]) for line in open_lines}
+        taken, prices = [self.taken(line) for line in lines], self.prices(lines)
+        drafts = search([rows.get(line.request, []) for line in lines], taken, prices,
+                        lambda tokens, seconds: tokens - price * seconds)
+        row = price * _row_seconds(prices, taken, drafts)
+        read = price * self.grid.read / max(1, len(rows))
+        return {line.request: sum(rows[line.request][:count]) - row * count
+                + max(0.0, (self._insight(line.request, load) or 0.0) - read)
+                for line, count in zip(lines, drafts, strict=True) if line.request in rows}
+
+    def _hopes(self, line: Line) -> list[float]:
+        """Expected confidences; those of an optimist while hardly anything was seen."""
+        forecast, expected = self.known[line.request].forecast, self.expected(line)
+        return hoped(forecast, expected) if forecast.rounds < WARM_UP else expected
+
+    def _review(self, values: Mapping[Hashable, float], load: Load) -> None:
+        """What drafting is worth after the last round, and whether its probes found that it has come to pay."""
+        for request in self._fresh.keys() & values.keys():
+            if self._fresh[request]:
+                load.odds.probed(self._parking[request].waited, values[request] > 0)
+            if self.known[request].forecast.rounds > WARM_UP:
+                load.odds.gained(values[request])
+        self._fresh.clear()
+
+    def _decide(self, values: Mapping[Hashable, float], shares: _Shares, load: Load) -> set[Hashable]:
+        """Which requests draft."""
+        drafting = set()
+        for request, value in values.items():
+            parking = self._parking[request]
+            if value > 0:
+                warm = self.known[request].forecast.rounds >= WARM_UP
+                parking.draft("drafting pays" if warm else "warming up")
+            elif parking.follow:
+                parking.follow = False
+                parking.draft("the probe paid")
+            else:
+                continue
+            drafting.add(request)
+        staked = 0.0
+        for request in sorted(values.keys() - drafting, key=lambda request: -self._parking[request].parked):
+            parking, cost = self._parking[request], shares.next_to(len(drafting))
+            if parking.parked + 1 >= load.odds.pause(cost) and self._may_lose(staked + cost + 1):
+                staked += cost
+                parking.draft(PROBE)
+                drafting.add(request)
+            else:
+                parking.park(-values[request])
+        return drafting
+
+    def _may_lose(self, tokens: float) -> bool:
+        """Whether losing this much leaves the run ahead of plain decoding, or behind by the stake at most."""
+        return self.lead - tokens >= -STAKE * self.tokens
+
+    def _worth_reading(self, drafting: set[Hashable], price: float, load: Load) -> bool:
+        insights = [self._insight(request, load) for request in drafting]
+        known = [insight for insight in insights if insight is not None]
+        return len(known) < len(insights) or max(0.0, sum(known)) >= price * self.grid.read
+
+    # After it
+
+    def _look(
+        self, rows: Survivals, confidences: Sequence[Sequence[float]], forecasts: Sequence[Forecast],
+        taken: Sequence[int], prices: Prices, price: float,
+    ) -> list[int]:
+        ahead = _Ahead(rows, confidences, forecasts, prices, price)
+        return climb(rows, taken, ahead, stop=self.grid.layouts == (PACKED,))
+
+    def _reason(self, line: Line, drafts: int) -> str:
+        parking = self._parking[line.request]
+        if line.fixed is None and (not line.proposed or parking.why == PROBE):
+            return parking.why
+        return "from past rounds" if line.proposed and line.confidences is None else reason(line, drafts)
+
+    # After the round
+
+    def _account(self, rounds: Sequence[Round], depths: Sequence[int]) -> None:
+        """Tokens and modelled seconds of a round."""
+        asked = [one.proposed for one in rounds if one.proposed]
+        seconds = (self.grid.cheaper([one.rows for one in rounds], depths)[1] + self.grid.around(len(rounds))
+                   + self.grid.drafting(len(asked), max(asked, default=0)))
+        tokens, plain = sum(len(one.tokens) for one in rounds), seconds * self._plain_rate(depths)
+        self._load(len(rounds)).rate.add(tokens, plain)
+        self.tokens += tokens
+        self.lead += tokens - plain
+
+    def _judge(
+        self, rounds: Mapping[Hashable, Round], seen: Mapping[Hashable, Sequence[float]], depths: Sequence[int]
+    ) -> None:
+        """Value of the plan made by looking over the one made by the forecasts, under what was seen.
+
+        Each request's gain pays for its own rows; what the seconds of the two plans differ besides is shared.
+        """
+        if not seen:
+            return
+        for request in seen:
+            self.known[request].forecast.age = rounds[request].index - self.known[request].observed
+        confidences = [seen.get(request, ()) for request in rounds]
+        forecasts = [self.known[request].forecast if request in seen else self._typical for request in rounds]
+        rows = list(map(survivals, confidences))
+        taken = [0 if request in seen else one.rows - 1 for request, one in rounds.items()]
+        price, load = self._price(depths), self._load(len(rounds))
+        prices = self.grid.prices(len(rounds), max(self.gamma, *taken), depths)
+        looked = [one.rows - 1 for one in rounds.values()] if self._looked else (
+            self._look(rows, confidences, forecasts, taken, prices, price))
+        expected = [survivals(one.expected()[: len(own)]) for one, own in zip(forecasts, rows, strict=True)]
+        blind = search(expected, taken, prices, lambda tokens, seconds: tokens - price * seconds)
+        row = price * _row_seconds(prices, taken, looked)
+        seconds = prices.seconds(sum(looked), max(looked)) - prices.seconds(sum(blind), max(blind))
+        shared = (price * seconds - row * (sum(looked) - sum(blind))) / len(seen)
+        proposal = price * self.grid.drafting(len(seen), self.gamma) / len(seen)
+        for request, own, forecast, a, b in zip(rounds, rows, forecasts, looked, blind, strict=True):
+            if request not in seen:
+                continue
+            gained = sum(own[:a]) - row * a
+            if forecast.age == 1:  # after a pause the forecast is worse than when it is needed
+                for insight in (load.insight, self._insights[request]):
+                    insight[forecast.high].add(gained - (sum(own[:b]) - row * b) - shared)
+            self._parking[request].follow = rounds[request].schedule.reason == PROBE and gained > proposal
+
+    def _insight(self, request: Hashable, load: Load) -> float | None:
+        """What looking into this request is worth, None before anything was learned."""
+        high = self.known[request].forecast.high
+        shared, own = load.insight[high], self._insights[request][high]
+        if not shared.count:
+            return None
+        return shared.value + own.count / (own.count + FAMILIAR) * (own.value - shared.value)
+
+    def _load(self, requests: int) -> Load:
+        return self._loads.setdefault(self.grid.load(requests), Load())
+
+    def _price(self, depths: Sequence[int]) -> float:
+        """lambda at this load."""
+        return self._load(len(depths)).rate.value(1.0) * self._plain_rate(depths)
+
+    def _plain_rate(self, depths: Sequence[int]) -> float:
+        """Tokens per second of plain decoding for so many requests."""
+        count = len(depths)
+        return count / (self.grid.cheaper([1] * count, depths)[1] + self.grid.around(count))
+
+
+class _Shares:
+    """Who pays what of a batched proposal, in tokens: as many requests draft as together gain most.
+
+    costs: of a proposal for so many more requests.
+    """
+
+    def __init__(self, gains: Iterable[float], costs: Sequence[float]):
+        # What was measured cheaper for more requests is no dearer for fewer.
+        self._costs = costs = list(accumulate(reversed(costs), min))[::-1]
+        ordered = sorted(gains, reverse=True)
+        self.chosen, total, best = 0, 0.0, -costs[0]
+        for count, gain in enumerate(ordered, start=1):
+            total += gain
+            if total - costs[count] > best:
+                self.chosen, best = count, total - costs[count]
+        self._least = ordered[self.chosen - 1] if self.chosen else float("inf")
+
+    def value(self, gain: float) -> float:
+        """Of drafting, its share paid: positive for those who draft."""
+        return gain - self.next_to(self.chosen - 1 if gain >= self._least else self.chosen)
+
+    def next_to(self, drafting: int) -> float:
+        """What one more request costs beside so many."""
+        return self._costs[min(drafting + 1, len(self._costs) - 1)] - self._costs[drafting]
+
+
+class _Ahead:
+    """Whether a slot, or a continuation that begins with it, brings more than its rows cost."""
+
+    def __init__(
+        self, rows: Survivals, confidences: Sequence[Sequence[float]], forecasts: Sequence[Forecast], prices: Prices,
+        price: float,
+    ):
+        self._rows, self._confidences, self._forecasts = rows, confidences, forecasts
+        self._prices, self._price = prices, price
+        self._by_width = prices.rectangular[-1] < math.inf
+        self._closed: set[int] = set()
+        self._refused = False  # the slot before this one
+        self._tails: dict[tuple[int, int], list[tuple[float, int]]] = {}
+
+    def __call__(
+        self, request: int, slot: int, survival: float, drafts: Sequence[int], further: int, widest: int
+    ) -> bool:
+        here = self._prices.seconds(further, widest)
+        if (survival > self._price * (self._prices.seconds(further + 1, max(widest, slot)) - here)
+                or self._could_pay(survival, further, here)
+                and self._continues(request, slot, drafts, further, widest, here)):
+            self._refused = False
+            return True
+        self._closed.add(request)
+        self._refused = True
+        return False
+
+    def _could_pay(self, survival: float, further: int, here: float) -> bool:
+        """Whether any continuation would pay if all its slots survived like the first: none survives better."""
+        limit = survival / self._price
+        if self._by_width and any(limit * len(self._rows) * width > seconds - here
+                                  for width, seconds in enumerate(self._prices.rectangular)):
+            return True
+        return any(limit * count > seconds - here
+                   for count, seconds in enumerate(self._prices.packed[further + 2 :], start=2))
+
+    def _continues(
+        self, request: int, slot: int, drafts: Sequence[int], further: int, widest: int, here: float
+    ) -> bool:
+        first, *own = self._tail(request, drafts[request])
+        rest = list(own)
+        for other, count in enumerate(drafts):
+            if other != request and other not in self._closed and count < len(self._rows[other]):
+                rest += self._tail(other, count)
+        # Behind a refusal, the way down the ranking has the same prices for poorer slots.
+        return (not self._refused and self._down(first, sorted(rest), further, widest, here)) or (
+            self._by_width and self._across(first, rest, further, widest, here))
+
+    def _down(
+        self, first: tuple[float, int], rest: Sequence[tuple[float, int]], further: int, widest: int, here: float
+    ) -> bool:
+        """A continuation by survival."""
+        packed, rectangular, price = self._prices.packed, self._prices.rectangular, self._price
+        tokens, reach = -first[0], max(widest, first[1])
+        for count, (survival, slot) in enumerate(rest, start=further + 2):
+            tokens -= survival
+            if slot > reach:
+                reach = slot
+            seconds = packed[count] if packed[count] < rectangular[reach] else rectangular[reach]
+            if tokens > price * (seconds - here):
+                return True
+        return False
+
+    def _across(
+        self, first: tuple[float, int], rest: Sequence[tuple[float, int]], further: int, widest: int, here: float
+    ) -> bool:
+        """A continuation that fills a rectangle."""
+        columns, counts = [0.0] * len(self._prices.rectangular), [0] * len(self._prices.rectangular)
+        for survival, slot in (first, *rest):
+            columns[slot] -= survival
+            counts[slot] += 1
+        tokens, rows = sum(columns[: first[1]]), sum(counts[: first[1]])
+        for width in range(first[1], len(columns)):
+            tokens, rows = tokens + columns[width], rows + counts[width]
+            seconds = self._prices.seconds(further + rows, max(width, widest))
+            if tokens > self._price * (seconds - here):
+                return True
+        return False
+
+    def _tail(self, request: int, drafts: int) -> list[tuple[float, int]]:
+        """(-survival, slot) of a request's next slot, which is seen, and of those behind it, which are forecast."""
+        key = request, drafts
+        if key not in self._tails:
+            seen = self._confidences[request][: drafts + 1]
+            survival, total = self._rows[request][drafts], len(self._rows[request])
+            tail = [(-survival, drafts + 1)]
+            for slot, confidence in enumerate(self._forecasts[request].predict(seen)[: total - drafts - 1], drafts + 2):
+                survival *= confidence
+                tail.append((-survival, slot))
+            self._tails[key] = tail
+        return self._tails[key]
+
+
+def _row_seconds(prices: Prices, taken: Sequence[int], drafts: Sequence[int]) -> float:
+    """What a chosen row costs on average."""
+    rows = sum(drafts) - sum(taken)
+    more = prices.seconds(sum(drafts), max(drafts)) - prices.seconds(sum(taken), max(taken))
+    return more / rows if rows else 0.0

@@ -1,0 +1,121 @@
+"""What policies for several requests have in common when they decide by costs: the grid, and what they remember."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+
+from ..structs import Round
+from .forecast import Forecast
+from .grid import CostGrid, Prices
+from .lines import Known, Line, Plan
+from .ranking import survivals
+from .rate import Calibrate
+from .refine import Refinement
+
+
+class ByCost:
+    """Draft for every request, verify nothing: a base whose subclasses say what is verified.
+
+    gamma: the draft's slots. calibrate: raw confidences to probabilities.
+    """
+
+    uses_confidence = True
+
+    def __init__(self, name: str, gamma: int, grid: CostGrid, calibrate: Calibrate = tuple):
+        self.name, self.grid, self.calibrate = name, grid, calibrate
+        self.gamma = min(gamma, grid.widest - 1)
+        self.refine = Refinement()
+        self.known: dict[Hashable, Known] = {}
+        self._typical = Forecast(self.gamma)  # of the request that was seen longest: what new ones start from
+
+    @property
+    def reads_confidence(self) -> bool:
+        """Whether this round's confidences are read before verifying."""
+        return True
+
+    def before(self, lines: Sequence[Line]) -> dict[Hashable, int]:
+        """Draft as many slots as there is use for."""
+        self.begin(lines)
+        return {line.request: self.slots(line) for line in lines}
+
+    def after(self, lines: Sequence[Line]) -> Plan:
+        """Decide with this round's confidences, or without them where they were not read."""
+        raise NotImplementedError
+
+    def learn(self, landed: Mapping[Hashable, Round]) -> None:
+        """Take in the finished round of every request that took part in it."""
+        seen = {}
+        for request, one in landed.items():
+            if one.rows and one.confidences and request in self.known:
+                given = self.calibrate(one.confidences)[: self.gamma]
+                seen[request] = self.refine(given)
+                self.refine.learn(given, one.accepted, one.rows - 1)
+        self.learn_confidences(landed, seen)
+
+    def learn_confidences(self, landed: Mapping[Hashable, Round], seen: Mapping[Hashable, Sequence[float]]) -> None:
+        """Confidences of finished rounds, refined, are free to look at."""
+        for request, confidences in seen.items():
+            known = self.known[request]
+            known.observe(landed[request].index, confidences)
+            if known.forecast.rounds >= self._typical.rounds:
+                self._typical = known.forecast
+
+    def begin(self, lines: Sequence[Line]) -> None:
+        """A round begins: forget who has left, greet who is new."""
+        self.known = {line.request: self.known.get(line.request) or Known(self._typical.for_another_text())
+                      for line in lines}
+        for line in lines:
+            self.known[line.request].begin(line.fixed is not None)
+
+    def slots(self, line: Line) -> int:
+        """The most drafts of a request."""
+        return max(0, min(self.gamma if line.fixed is None else line.fixed, line.left))
+
+    def expected(self, line: Line) -> list[float]:
+        """Confidences by past rounds."""
+        return self.known[line.request].forecast.expected()
+
+    def current(self, line: Line) -> Sequence[float]:
+        """Confidences of this round, those by past rounds where they were not read."""
+        if line.confidences is None:
+            return self.expected(line)[: line.proposed]
+        return self.refine(self.calibrate(line.confidences))[: line.proposed]
+
+    def prices(self, lines: Sequence[Line]) -> Prices:
+        """Seconds of the verify forwards among which is chosen."""
+        most = max(self.gamma, *(self.taken(line) for line in lines))
+        return self.grid.prices(len(lines), most, [line.depth for line in lines])
+
+    @staticmethod
+    def taken(line: Line) -> int:
+        """Drafts that are verified in any case."""
+        return 0 if line.fixed is None else max(0, min(line.fixed, line.left))
+
+    def overhead(self, lines: Sequence[Line]) -> float:
+        """Seconds of a round apart from its verify forward."""
+        asked = [line.proposed for line in lines if line.proposed]
+        return self.grid.drafting(len(asked), max(asked, default=0)) + self.grid.around(len(lines))
+
+    def plan(
+        self, lines: Sequence[Line], confidences: Sequence[Sequence[float]], drafts: Sequence[int],
+        reasons: Sequence[str] = (),
+    ) -> Plan:
+        """The record of a decision, with what it is expected to bring and to cost."""
+        reasons = reasons or [reason(line, count) for line, count in zip(lines, drafts, strict=True)]
+        tokens = len(lines) + sum(sum(survivals(own[:count])) for own, count in zip(confidences, drafts, strict=True))
+        prices, further, widest = self.prices(lines), sum(drafts), max(drafts)
+        return Plan(
+            {line.request: count for line, count in zip(lines, drafts, strict=True)},
+            prices.layout(further, widest), self.name,
+            {line.request: why for line, why in zip(lines, reasons, strict=True)},
+            tokens, prices.seconds(further, widest) + self.overhead(lines),
+        )
+
+
+def reason(line: Line, drafts: int) -> str:
+    """Why this many drafts, where this round's confidences decided."""
+    if not line.proposed:
+        return "no draft asked"
+    if line.fixed is not None:
+        return "fixed width"
+    return "every slot pays" if drafts == line.proposed else f"slot {drafts + 1} would not pay"

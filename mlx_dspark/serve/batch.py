@@ -1,0 +1,213 @@
+"""The round loop of many requests: propose, schedule, verify, accept, commit, as in `decode.py`.
+
+Every request is a `Run` of its own, judged, committed and cut by the code of the single stream. What is
+shared is the work: one block pass of the draft, one verify forward of the target, one host read, and the
+decision how many rows each request gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from ..decode import Run, admit, clear_cache, judge, prefill_steps, settle
+from ..draft import propose_many
+from ..flight import Flight
+from ..load import Pair
+from ..schedule import Policy
+from ..schedule.batch import BatchPolicy
+from ..schedule.lines import Line
+from ..structs import Round, Schedule
+from .packed import forward_many
+from .prefix import Hit
+
+
+@dataclass(frozen=True)
+class Follows:
+    """The policy of a request whose rows are decided for the whole batch."""
+
+    name: str
+    uses_confidence: bool
+    reads_confidence: bool = False
+
+    def before(self, history: Sequence[Round]) -> int:
+        raise AssertionError("the batch decides")
+
+    def after(self, proposed: int, confidences: Sequence[float] | None) -> Schedule:
+        raise AssertionError("the batch decides")
+
+
+class Member:
+    """One request in the batch.
+
+    own: the policy it brought along, None where the batch decides. hit: what another request left, to begin behind.
+    """
+
+    def __init__(self, number: int, run: Run, prompt: Sequence[int], own: Policy | None, hit: Hit | None = None):
+        self.number, self.run, self.own = number, run, own
+        if hit is not None:
+            run.cache = hit.cache
+            if run.draft is not None:
+                run.context = hit.state
+        self.steps: Iterator[Flight | None] = prefill_steps(run, prompt)
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A round of one member on its way to the device and back."""
+
+    member: Member
+    flight: Flight
+
+
+@dataclass(frozen=True)
+class Landed:
+    """A finished round of one member."""
+
+    member: Member
+    round: Round
+
+
+class Batch:
+    """The members that are past their prefill, and the rounds in flight.
+
+    The policy must only plan layouts that the target can run.
+    """
+
+    def __init__(self, pair: Pair, policy: BatchPolicy):
+        self.pair, self.policy = pair, policy
+        self.members: dict[int, Member] = {}
+        self.taps = () if pair.draft is None or policy.name == "plain" else pair.draft.taps
+        self.generated = 0
+        self._flying: list[Departure] = []
+
+    def join(self, member: Member, flight: Flight) -> None:
+        """Take in a member whose prefill has been submitted; its first token is read with the next rounds."""
+        self.members[member.number] = member
+        self._flying.append(Departure(member, flight))
+
+    def leave(self, number: int) -> None:
+        """Forget a member; a round of it that is in flight will land unheard."""
+        self.members.pop(number, None)
+
+    def clear(self) -> None:
+        """Forget everybody, and the rounds in flight."""
+        self.members.clear()
+        self._flying.clear()
+
+    def step(self) -> list[Landed]:
+        """Land the rounds in flight, having started the next ones where that needs no decision of the host."""
+        flying, self._flying = self._flying, []
+        settled = all(departure.flight.settled for departure in flying)
+        if settled:
+            self._launch()
+        landed = self._land(flying)
+        for own in landed:
+            if own.round.finish is not None:
+                self.leave(own.member.number)
+        self.policy.learn({own.member.number: own.round for own in landed})
+        if not settled or not self._flying:
+            self._launch()
+        return landed
+
+    def _launch(self) -> None:
+        """Start a round of every member that has tokens left."""
+        members = [member for member in self.members.values() if member.run.left > 0]
+        if not members:
+            return
+        flights, lines = propose(self, members)
+        schedules, layout = schedule(self, members, flights, lines)
+        verify(self, members, flights, schedules, layout)
+        self._flying += [Departure(*both) for both in zip(members, flights, strict=True)]
+
+    def _land(self, flying: Sequence[Departure]) -> list[Landed]:
+        """One host read for all; members that left meanwhile are passed over."""
+        if not flying:
+            return []
+        packed = [departure.flight.packed for departure in flying]
+        numbers, first = mx.concatenate(packed).tolist(), 0
+        landed = []
+        for departure, own in zip(flying, packed, strict=True):
+            member, part = departure.member, numbers[first : first + own.size]
+            first += own.size
+            if self.members.get(member.number) is member:
+                landed.append(Landed(member, settle(member.run, departure.flight, part)))
+        clear_cache(self, sum(len(own.round.tokens) for own in landed))
+        return landed
+
+
+def propose(batch: Batch, members: Sequence[Member]) -> tuple[list[Flight], list[Line]]:
+    """Ask who drafts how many tokens, and the draft for all of them at once."""
+    lines = [_line(member) for member in members]
+    slots = batch.policy.before(lines)
+    started = [member.run.new_flight() for member in members]
+    flights = [flight for flight, _ in started]
+    for line, flight in zip(lines, flights, strict=True):
+        flight.proposed = min(slots[line.request], line.left)
+    drafting = [(member.run, flight, key) for member, (flight, key) in zip(members, started, strict=True)
+                if flight.proposed > 0]
+    if drafting:
+        runs = [run for run, _, _ in drafting]
+        proposals = propose_many(
+            batch.pair.draft, [run.context for run in runs], mx.concatenate([run.anchor for run in runs]),
+            [flight.proposed for _, flight, _ in drafting],
+            [run.rule.picker(run.seen, key, flight.proposed) for run, flight, key in drafting],
+        )
+        for (_, flight, _), proposal in zip(drafting, proposals, strict=True):
+            flight.proposal = proposal
+        mx.async_eval([proposal.tokens for proposal in proposals])
+    lines = [replace(line, proposed=flight.proposed) for line, flight in zip(lines, flights, strict=True)]
+    return flights, lines
+
+
+def schedule(
+    batch: Batch, members: Sequence[Member], flights: Sequence[Flight], lines: Sequence[Line]
+) -> tuple[list[Schedule], str]:
+    """Share out the rows: each request's part, and the layout of the forward.
+
+    Confidences are read, all at once, where somebody decides by them now.
+    """
+    _read_confidences([
+        flight for member, flight in zip(members, flights, strict=True)
+        if flight.proposed and (batch.policy if member.own is None else member.own).reads_confidence
+    ])
+    own = [None if member.own is None else member.own.after(flight.proposed, flight.confidences)
+           for member, flight in zip(members, flights, strict=True)]
+    plan = batch.policy.after([
+        replace(line, confidences=flight.confidences, fixed=None if mine is None else mine.drafts)
+        for line, flight, mine in zip(lines, flights, own, strict=True)
+    ])
+    return [plan.schedule(member.number) if mine is None else mine
+            for member, mine in zip(members, own, strict=True)], plan.layout
+
+
+def verify(
+    batch: Batch, members: Sequence[Member], flights: Sequence[Flight], schedules: Sequence[Schedule], layout: str
+) -> None:
+    """Run every anchor with its admitted drafts through the target, and judge them one request at a time."""
+    for member, flight, own in zip(members, flights, schedules, strict=True):
+        admit(member.run, flight, own)
+    caches = [member.run.cache for member in members]
+    verified = forward_many(batch.pair.target, [flight.inputs for flight in flights], caches, batch.taps, layout)
+    for member, flight, logits in zip(members, flights, verified, strict=True):
+        judge(member.run, flight, logits)
+
+
+def _line(member: Member) -> Line:
+    run = member.run
+    left = int(min(run.most_drafts(), run.draft.gamma if run.draft is not None else 0))
+    fixed = None if member.own is None else min(member.own.before(run.history), left)
+    return Line(member.number, left, run.cache.offset, fixed=fixed)
+
+
+def _read_confidences(flights: Sequence[Flight]) -> None:
+    """One host read for all."""
+    if not flights:
+        return
+    logits = [flight.proposal.confidence_logits[0] for flight in flights]
+    values, first = mx.sigmoid(mx.concatenate(logits)).tolist(), 0
+    for flight, own in zip(flights, logits, strict=True):
+        flight.confidences = tuple(values[first : first + own.size])
+        first += own.size

@@ -1,0 +1,163 @@
+"""Measure what rounds of several requests cost here: `python -m mlx_dspark.profile --requests 1,2,4,8`.
+
+For every count of requests both layouts are timed over synthetic caches: packed by rows of all requests
+together (dealt out evenly), rectangular by rows of each. The more requests, the coarser the rows: about thirty
+points each, and what lies between them is priced like the next larger one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import mlx.core as mx
+
+from ..draft import propose_many
+from ..profile import REPEATS, Timing, evened, timed
+from ..sampling import make_rule
+from ..schedule.cost import CostCurve
+from ..schedule.grid import PACKED, RECTANGULAR, CostGrid
+from ..structs import KVOptions, Sampling
+from .packed import LAYOUTS, can_be_rectangular, forward_many
+
+if TYPE_CHECKING:
+    from ..load import Pair
+
+FAR = 2048  # positions: all requests are that deep at once, and their caches must fit
+SHORT_SECONDS = 2.0  # of model time for one count of requests
+DRAFT = "draft"
+
+
+class Forwards(Protocol):
+    """Several requests at one depth, as they are timed."""
+
+    @property
+    def layouts(self) -> Sequence[str]:
+        """Those that can be run."""
+
+    @property
+    def slots(self) -> int:
+        """Of the draft, 0 without one."""
+
+    def verify(self, layout: str, rows: Sequence[int]) -> None:
+        """Run one verify forward, these rows of each request, and wait for it; the requests stay where they are."""
+
+    def propose(self, slots: int) -> None:
+        """Run one batched proposal and wait for it."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Timings of one count of requests at one depth, by what was run and its count of rows or slots."""
+
+    times: Mapping[str, Mapping[int, Timing]]
+
+    def seconds(self, what: str) -> dict[int, float]:
+        """By count, drops within the noise evened out."""
+        return evened(self.times[what])
+
+    def slopes(self, near: Measured, layout: str, positions: int) -> dict[int, float]:
+        """Seconds more per position, this being measured so many positions deeper than `near`."""
+        shallow = near.times.get(layout, {})
+        return {n: max(0.0, (self.times[layout][n].median - shallow[n].median) / positions) for n in shallow}
+
+
+def measure_grid(
+    begin: Callable[[int, int], Forwards], requests: Sequence[int], depths: tuple[int, int], curve: CostCurve,
+    short: bool = False, progress: Callable[[str], None] = lambda text: None,
+) -> CostGrid:
+    """The cost grid of a machine.
+
+    begin(requests, depth): what is timed. requests: the counts. depths: near and far; `short` measures near only,
+    fewer rows, and as often as two seconds allow. curve: of one request, for host and read, which are not
+    measured again.
+    """
+    near, far = depths
+    tables: dict[str, dict[tuple[int, int], float]] = {}
+    for count in sorted(set(requests)):
+        at_near = _measure(begin(count, near), count, short, progress)
+        at_far = None if short or far <= near else _measure(begin(count, far), count, short, progress)
+        for what in at_near.times:
+            for rows, seconds in at_near.seconds(what).items():
+                tables.setdefault(what, {})[count, rows] = seconds
+        for layout in LAYOUTS if at_far else ():
+            for rows, slope in at_far.slopes(at_near, layout, far - near).items():
+                tables.setdefault(f"{layout}_slope", {})[count, rows] = slope
+    about = {**curve.about, "measured": time.strftime("%Y-%m-%d %H:%M:%S"), "short": short}
+    return CostGrid(
+        tables[PACKED], tables.get(RECTANGULAR, {}), near, tables.get(f"{PACKED}_slope", {}),
+        tables.get(f"{RECTANGULAR}_slope", {}), tables.get(DRAFT, {}), curve.host, 0.0, curve.read, about)
+
+
+def packed_rows(requests: int, widest: int, short: bool = False) -> list[int]:
+    """Rows of all requests together that are timed: from one each to the widest each."""
+    step = max(1, requests // (2 if short else 4))
+    return [*range(requests, requests * widest, step), requests * widest]
+
+
+def dealt(rows: int, requests: int) -> list[int]:
+    """Rows of each request, as even as they can be."""
+    each, more = divmod(rows, requests)
+    return [each + (own < more) for own in range(requests)]
+
+
+def _measure(forwards: Forwards, requests: int, short: bool, progress: Callable[[str], None]) -> Measured:
+    widest = (forwards.slots or 7) + 1
+    works: dict[tuple[str, int], Callable[[], None]] = {}
+    for rows in packed_rows(requests, widest, short):
+        works[PACKED, rows] = partial(forwards.verify, PACKED, dealt(rows, requests))
+    if RECTANGULAR in forwards.layouts and requests > 1:  # one request is run the same way in both
+        for rows in range(1, widest + 1):
+            works[RECTANGULAR, rows] = partial(forwards.verify, RECTANGULAR, [rows] * requests)
+    for slots in sorted({1, (forwards.slots + 1) // 2, forwards.slots} if forwards.slots else ()):
+        works[DRAFT, slots] = partial(forwards.propose, slots)
+    times = timed(works, REPEATS, SHORT_SECONDS if short else None,
+                  lambda text: progress(f"{requests} requests: {text}"))
+    found: dict[str, dict[int, Timing]] = {}
+    for (what, count), timing in times.items():
+        found.setdefault(what, {})[count] = timing
+    if RECTANGULAR in forwards.layouts and requests == 1:
+        found[RECTANGULAR] = found[PACKED]
+    return Measured(found)
+
+
+class Together:
+    """Requests of a pair over synthetic caches."""
+
+    def __init__(self, pair: Pair, requests: int, depth: int):
+        self._pair = pair
+        target = pair.target
+        self._caches = [target.start(KVOptions()) for _ in range(requests)]
+        for cache in self._caches:
+            cache.fill(lambda tokens, own=cache: target.forward(tokens, own).logits, depth)
+        self.slots = 0 if pair.draft is None else pair.draft.gamma
+        self.layouts = LAYOUTS if can_be_rectangular(self._caches) else (PACKED,)
+        self._states = [] if pair.draft is None else [_context(pair, depth) for _ in range(requests)]
+        self._anchor = mx.zeros((requests,), dtype=mx.int32)
+        self._rule = make_rule(Sampling())
+
+    def verify(self, layout: str, rows: Sequence[int]) -> None:
+        """One forward; afterwards the caches are where they were, as far as they can be rolled back."""
+        tokens = [mx.zeros((1, own), dtype=mx.int32) for own in rows]
+        mx.eval([one.logits for one in forward_many(self._pair.target, tokens, self._caches, layout=layout)])
+        for own, cache in zip(rows, self._caches, strict=True):
+            cache.advance(own, 0 if own > 1 or cache.full else own)
+
+    def propose(self, slots: int) -> None:
+        """One proposal of all."""
+        count = len(self._states)
+        picks = [self._rule.picker(None, None, slots) for _ in range(count)]
+        proposals = propose_many(self._pair.draft, self._states, self._anchor, [slots] * count, picks)
+        mx.eval([one.tokens for one in proposals])
+
+
+def _context(pair: Pair, depth: int) -> Any:
+    """A draft's state after so many positions."""
+    draft = pair.draft
+    state, width = draft.start(), len(draft.taps) * (pair.target.hidden_size or 1)
+    taps = mx.zeros((1, depth, width), dtype=pair.target.dtype) if draft.taps else None
+    draft.observe(state, mx.zeros((1, depth), dtype=mx.int32), taps)
+    return state

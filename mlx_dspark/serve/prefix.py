@@ -1,0 +1,117 @@
+"""What finished requests leave behind for those that begin alike: the target's K/V and the draft's context.
+
+A restored position has no taps any more, so the draft's own K/V are stored with the target's. An entry is
+not used up: every hit gets its first positions as a cache of its own. Entries are dropped least recently
+used first, by bytes; one that begins like a newer, longer one goes with its arrival.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..cache import TargetCache
+from ..draft import Resumable
+
+
+@dataclass(frozen=True)
+class Entry:
+    """tokens: those at the cache's positions. context: what the draft kept, None without a draft."""
+
+    tokens: tuple[int, ...]
+    cache: TargetCache
+    context: Any
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A cache that holds the first `length` tokens of a prompt, and the draft's state behind them."""
+
+    length: int
+    cache: TargetCache
+    state: Any
+
+
+class PrefixCache:
+    """Finished conversations by their tokens, at most `limit` bytes of them."""
+
+    def __init__(self, draft: Resumable | None, limit: int):
+        self._draft, self._limit = draft, limit
+        self._ahead: int = getattr(draft, "looks_ahead", 0)
+        self._entries: OrderedDict[tuple[int, ...], Entry] = OrderedDict()  # oldest first
+        self.nbytes = self.hits = self.misses = self.reused_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, prompt: Sequence[int]) -> Hit | None:
+        """The longest stored beginning of a prompt, at least one token short of it."""
+        by_length = sorted(((common(key, prompt) - self._ahead, key) for key in self._entries), reverse=True)
+        for length, key in by_length:
+            hit = self._cut(self._entries[key], min(length, len(prompt) - 1))
+            if hit is not None:
+                self._entries.move_to_end(key)
+                self.hits += 1
+                self.reused_tokens += hit.length
+                return hit
+        self.misses += 1
+        return None
+
+    def store(self, tokens: Sequence[int], cache: TargetCache, state: Any) -> None:
+        """Keep the cache of a request that is over; `tokens` are those known to be at its first positions."""
+        kept = tuple(tokens[: cache.offset])
+        if not kept:
+            return
+        context = None if self._draft is None else self._draft.keep(state)
+        nbytes = cache.nbytes + context_bytes(context)
+        if nbytes > self._limit:
+            return
+        for key, entry in self._entries.items():
+            if common(key, kept) == len(kept) and entry.cache.prefix(len(kept)) is not None:
+                self._entries.move_to_end(key)  # a longer one holds it already
+                return
+        for key in list(self._entries):
+            if common(key, kept) == len(key) and cache.prefix(len(key)) is not None:
+                self._drop(key)
+        self._entries[kept] = Entry(kept, cache, context, nbytes)
+        self.nbytes += nbytes
+        self.shrink(self._limit)
+
+    def shrink(self, limit: int) -> None:
+        """Drop entries, least recently used first, until they take at most `limit` bytes."""
+        while self._entries and self.nbytes > limit:
+            self._drop(next(iter(self._entries)))
+
+    def _drop(self, key: tuple[int, ...]) -> None:
+        self.nbytes -= self._entries.pop(key).nbytes
+
+    def _cut(self, entry: Entry, length: int) -> Hit | None:
+        if length < 1:
+            return None
+        cache = entry.cache.prefix(length)
+        if cache is None:
+            return None
+        state = None if self._draft is None else self._draft.resume(entry.context, length)
+        return None if self._draft is not None and state is None else Hit(length, cache, state)
+
+
+def common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two texts share at the beginning."""
+    for place, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return place
+    return min(len(a), len(b))
+
+
+def context_bytes(context: Any) -> int:
+    """Bytes of what a draft kept: a cache, or one a layer."""
+    if context is None:
+        return 0
+    if isinstance(context, list):
+        return sum(context_bytes(part) for part in context)
+    if isinstance(context, TargetCache):
+        return context.nbytes
+    return sum(array.nbytes for array in context.arrays)

@@ -1,0 +1,166 @@
+"""Measuring what several requests cost: what is run, what is kept, and where."""
+
+import functools
+import json
+import re
+
+import mlx.core as mx
+import pytest
+from click.testing import CliRunner
+from helpers import build_model, embedded_pair, pair_of
+
+from mlx_dspark import profile, scheduling, store
+from mlx_dspark.errors import FormatError
+from mlx_dspark.schedule.cost import CostCurve
+from mlx_dspark.schedule.grid import CostGrid
+from mlx_dspark.serve import costs
+from mlx_dspark.serve.costs import Together, dealt, measure_grid, packed_rows
+
+CURVE = CostCurve({1: 1.0, 2: 1.5}, host=0.2, read=0.3, about={"machine": "m"})
+
+
+class Clock:
+    """Forwards whose seconds are known: the clock is set on by what they cost."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.calls = 0.0, []
+        monkeypatch.setattr(profile.time, "perf_counter", lambda: self.now)
+
+    def begin(self, requests, depth):
+        self.calls.append(("begin", requests, depth))
+        return Fake(self, requests, depth)
+
+
+class Fake:
+    slots, layouts = 3, ("packed", "rectangular")
+
+    def __init__(self, clock, requests, depth):
+        self.clock, self.requests, self.depth = clock, requests, depth
+
+    def verify(self, layout, rows):
+        assert len(rows) == self.requests
+        self.clock.calls.append((layout, tuple(rows), self.depth))
+        row = 0.1 if layout == "packed" else 0.08
+        self.clock.now += 1 + row * (sum(rows) if layout == "packed" else len(rows) * max(rows)) + self.depth * 1e-3
+
+    def propose(self, slots):
+        self.clock.calls.append(("draft", slots, self.depth))
+        self.clock.now += 0.01 * self.requests + 0.02 * slots
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.delenv(scheduling.NO_PROFILE_VARIABLE, raising=False)
+    embedded_pair().target.__dict__.pop("memories", None)
+    return tmp_path / "cache"
+
+
+def test_every_count_is_timed_in_both_layouts_at_two_depths(monkeypatch):
+    clock = Clock(monkeypatch)
+    grid = measure_grid(clock.begin, [4, 1, 2, 2], (500, 2000), CURVE)
+    assert [call[1:] for call in clock.calls if call[0] == "begin"] == [
+        (1, 500), (1, 2000), (2, 500), (2, 2000), (4, 500), (4, 2000)]
+    assert grid.depth == 500 and grid.about["machine"] == "m" and not grid.about["short"]
+    assert (grid.host, grid.read, grid.widest, grid.most_requests) == (0.2, 0.3, 4, 4)
+    for requests in (1, 2, 4):
+        for rows in range(requests, 4 * requests + 1):
+            assert grid.packed[requests, rows] == pytest.approx(1.5 + 0.1 * rows)
+        for width in range(1, 5):
+            row = 0.1 if requests == 1 else 0.08  # one request is run as packed
+            assert grid.rectangular[requests, width] == pytest.approx(1.5 + row * requests * width)
+        assert {slots for n, slots in grid.draft if n == requests} == {1, 2, 3}
+        assert grid.draft[requests, 3] == pytest.approx(0.01 * requests + 0.06)
+    assert [*grid.packed_slope.values(), *grid.rectangular_slope.values()] == pytest.approx([1e-3] * 36)
+    assert grid.verify("packed", [2, 1], [1500, 1500]) == pytest.approx(1.8 + 1.0)
+
+
+def test_the_short_measurement_has_one_depth_and_fewer_rows(monkeypatch):
+    clock = Clock(monkeypatch)
+    grid = measure_grid(clock.begin, [8], (500, 2000), CURVE, short=True)
+    assert {call[2] for call in clock.calls} == {500} and grid.packed_slope == {} and grid.about["short"]
+    assert sorted(rows for _, rows in grid.packed) == [8, 12, 16, 20, 24, 28, 32]
+    timed = [call for call in clock.calls if call[:2] == ("packed", (1,) * 8)]
+    assert len(timed) == 1 + 3, "a warm-up and three repeats, however long they take"
+
+
+def test_a_target_with_windows_is_measured_packed_only(monkeypatch):
+    monkeypatch.setattr(Fake, "layouts", ("packed",))
+    monkeypatch.setattr(Fake, "slots", 0)
+    grid = measure_grid(Clock(monkeypatch).begin, [1, 2], (500, 500), CURVE)
+    assert grid.layouts == ("packed",) and grid.draft == {} and grid.packed_slope == {}
+    assert grid.widest == 8, "without a draft as wide as the usual block"
+
+
+@pytest.mark.parametrize(("requests", "widest", "rows"), [
+    (1, 8, list(range(1, 9))), (3, 3, list(range(3, 10))), (8, 3, [8, 10, 12, 14, 16, 18, 20, 22, 24]),
+    (16, 2, [16, 20, 24, 28, 32])])
+def test_rows_that_are_timed(requests, widest, rows):
+    assert packed_rows(requests, widest) == rows
+
+
+@pytest.mark.parametrize(("rows", "requests", "each"), [(4, 4, [1, 1, 1, 1]), (7, 3, [3, 2, 2]), (5, 1, [5])])
+def test_rows_are_dealt_out_evenly(rows, requests, each):
+    assert dealt(rows, requests) == each
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
+def test_real_requests_stay_where_they_are(kind):
+    together = Together(pair_of(build_model(kind), None), 2, 30)
+    assert together.layouts == (("packed", "rectangular") if kind == "qwen3" else ("packed",))
+    assert together.slots == 0
+    for layout in together.layouts:
+        for rows in ([2, 3], [4, 2]):
+            together.verify(layout, rows)
+            assert {part.offset for cache in together._caches for part in cache.layers} == {30}
+    assert [cache.offset for cache in together._caches] == [30, 30]
+
+
+def test_real_proposals_leave_no_trace():
+    together = Together(embedded_pair(), 2, 20)
+    before = [mx.array(together._anchor), together.slots]
+    together.propose(3)
+    assert mx.array_equal(before[0], together._anchor) and together.slots == embedded_pair().draft.gamma
+
+
+def test_a_grid_is_kept_beside_the_curve_and_found_by_the_engine(monkeypatch):
+    pair = embedded_pair()
+    assert store.find_grid(pair) is None
+    grid = CostGrid({(1, n): 1.0 for n in range(1, 9)} | {(2, n): 1.0 for n in range(2, 17)}, about={"x": 1})
+    assert store.save_grid(pair, grid) == store.grid_path(pair)
+    assert store.find_grid(pair) == grid
+    policy = scheduling.batch_policy_for(pair, None, 2, ("packed",), profile=False)
+    assert policy.name == "auto" and policy.grid == grid
+    store.grid_path(pair).write_text("{}", encoding="utf-8")
+    with pytest.raises(FormatError, match="is damaged.*profile --requests again"):
+        store.find_grid(pair)
+
+
+def test_the_command_measures_stores_and_prints(monkeypatch, own_cache):
+    monkeypatch.setattr(profile, "measure", lambda pair, short, progress: CURVE)
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(costs, "Together", lambda pair, requests, depth: clock.begin(requests, depth))
+    done = CliRunner().invoke(profile.command, ["--requests", "2,1", "--short"])
+    assert done.exit_code == 0, done.output
+    text = done.stdout.split("\n\n")[1]
+    assert re.findall(r"^ +(\d+)   (\w+)", text, re.M) == [
+        (n, what) for n in "12" for what in ("packed", "rectangular", "draft")]
+    (path,) = (own_cache / "grids").iterdir()
+    assert CostGrid.from_dict(json.loads(path.read_text(encoding="utf-8"))).most_requests == 2
+    both = json.loads(CliRunner().invoke(profile.command, ["--requests", "2", "--short", "--json"]).stdout)
+    assert CostCurve.from_dict(both["curve"]) == CURVE and CostGrid.from_dict(both["grid"]).most_requests == 2
+
+
+def test_real_requests_are_measured(monkeypatch):
+    monkeypatch.setattr(costs, "REPEATS", 1)
+    pair = pair_of(build_model("qwen3"), None)
+    grid = measure_grid(functools.partial(Together, pair), [1, 2], (8, 16), CURVE)
+    assert min([*grid.packed.values(), *grid.rectangular.values()]) > 0
+    assert sorted(rows for n, rows in grid.packed if n == 2) == list(range(2, 17))
+    assert grid.packed_slope.keys() == grid.packed.keys() and grid.rectangular_slope.keys() == grid.rectangular.keys()
+
+
+@pytest.mark.parametrize("text", ["0", "x", "1,,2", "1000"])
+def test_wrong_counts_are_a_usage_error(text):
+    done = CliRunner().invoke(profile.command, ["--requests", text])
+    assert done.exit_code == 2 and "1,4,16" in done.stderr

@@ -1,0 +1,311 @@
+"""Bodies, prompts, answers and tool calls, without HTTP."""
+
+import json
+
+import pytest
+from helpers import embedded_pair
+from pydantic import ValidationError
+from stand_in import chat_model, chat_tokenizer, generated, plain_model, saying
+
+from mlx_dspark.generate import Chunk
+from mlx_dspark.serve.request import Request
+from mlx_dspark.server.answers import ChatForm, CompletionForm, Reader, merged, usage_of
+from mlx_dspark.server.asking import Defaults, chat_request, completion_request
+from mlx_dspark.server.errors import Refusal, encode, invalid
+from mlx_dspark.server.schema import ChatBody, CompletionBody, parse_json
+from mlx_dspark.server.tools import CALL, CONTENT, THOUGHT, Markers, Splitter, first_state, markers_of
+from mlx_dspark.stats import Statistics
+from mlx_dspark.structs import Sampling
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+USER = [{"role": "user", "content": "hello"}]
+
+
+def completion(**fields):
+    return CompletionBody.model_validate({"prompt": "import os", **fields})
+
+
+def chat(**fields):
+    return ChatBody.model_validate({"messages": USER, **fields})
+
+
+def problem(make, **fields):
+    """(field, message) of a refused body."""
+    with pytest.raises(ValidationError) as caught:
+        make(**fields)
+    refusal = invalid([{**error, "loc": ("body", *error["loc"])} for error in caught.value.errors()])
+    assert refusal.status == 422
+    return refusal.param, str(refusal)
+
+
+@pytest.mark.parametrize("text", [b'{"a": NaN}', b'{"a": -Infinity}', b'{"a": 1e999}', b"[1,", b"\xff",
+                                  b'{"a": "\\ud800"}', b"[" * 100_000, b"1" * 5000])
+def test_what_is_no_json_is_refused(text):
+    with pytest.raises(json.JSONDecodeError):
+        parse_json(text)
+
+
+def test_json_is_read():
+    text = b'{"a": [1, 2.5, null, true, "\\ud83d\\ude00", "\\u00e9"]}'
+    assert parse_json(text) == {"a": [1, 2.5, None, True, "😀", "é"]}
+
+
+@pytest.mark.parametrize("field, value", [
+    ("max_tokens", "5"), ("max_tokens", 5.0), ("max_tokens", True), ("max_tokens", -2), ("temperature", "0.5"),
+    ("temperature", -0.1), ("temperature", True), ("temperature", 10**400), ("top_p", 1.5), ("top_k", 0.5),
+    ("min_p", 2), ("seed", 1.5), ("seed", 2**64), ("stop", 5), ("stop", ["a", 5]), ("stop", [""]), ("stop", ["x"] * 17),
+    ("stop", "x" * 257), ("stream", "yes"), ("stream", 1), ("stream_options", []), ("logit_bias", {"a": 1}),
+    ("logit_bias", {"5": "x"}), ("logit_bias", {"5": 101}), ("logit_bias", {"5": True}), ("logit_bias", [1]),
+    ("logit_bias", {"²": 1}), ("presence_penalty", []), ("repetition_penalty", 0), ("n", 2), ("n", "1"), ("n", True),
+    ("model", 5), ("dspark", "on"), ("response_format", {"type": "json_object"}), ("response_format", "text"),
+])
+@pytest.mark.parametrize("make", [completion, chat])
+def test_a_wrong_value_is_refused_by_name(make, field, value):
+    param, message = problem(make, **{field: value})
+    assert param == field and message.startswith(field)
+
+
+@pytest.mark.parametrize("field, value", [
+    ("prompt", 5), ("prompt", ""), ("prompt", []), ("prompt", [1.5]), ("prompt", [True]), ("prompt", None),
+    ("prompt", {"a": 1}), ("best_of", 2), ("echo", True), ("suffix", "x"), ("logprobs", 3), ("logprobs", True),
+])
+def test_a_wrong_completion_is_refused_by_name(field, value):
+    assert problem(completion, **{field: value})[0] == field
+
+
+@pytest.mark.parametrize("prompt", [["one", "two"], [[1, 2], [3]]])
+def test_several_prompts_are_refused_with_the_remedy(prompt):
+    assert problem(completion, prompt=prompt) == ("prompt", "prompt: several prompts in one request are not served: "
+                                                            "send one request each")
+
+
+@pytest.mark.parametrize("field, value", [
+    ("messages", []), ("messages", "hi"), ("messages", [{"role": "robot", "content": "x"}]),
+    ("messages", [{"content": "x"}]),
+    ("messages", [{"role": "user", "content": 5}]), ("messages", [5]),
+    ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+    ("messages", [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]),
+    ("tools", {}), ("tools", [{"type": "web_search"}]), ("tools", [{"type": "function"}]), ("tool_choice", "required"),
+    ("tool_choice", {"type": "function", "function": {"name": "f"}}), ("logprobs", 1), ("top_logprobs", 2),
+    ("functions", [{"name": "f"}]), ("max_completion_tokens", "many"), ("chat_template_kwargs", {"a": [1]}),
+])
+def test_a_wrong_chat_is_refused_by_name(field, value):
+    assert problem(chat, **{field: value})[0] == field
+
+
+def test_two_limits_must_agree():
+    assert "differ" in problem(chat, max_tokens=5, max_completion_tokens=6)[1]
+    assert chat(max_completion_tokens=6).max_tokens == 6
+
+
+def test_fields_that_change_nothing_are_accepted():
+    body = chat(n=1, top_logprobs=0, response_format={"type": "text"}, tool_choice="auto", functions=[], user="me",
+                metadata={"a": 1}, store=False, stream_options=None, temperature=None, stop=None, tools=None)
+    assert body.temperature is None and not body.tools
+
+
+def test_sampling_comes_from_the_body_and_the_server():
+    model = chat_model(defaults=Defaults(7, Sampling(temperature=0.5, top_k=9)))
+    asked = completion_request(model, completion(top_p=0.9, presence_penalty=0.5, frequency_penalty=-0.5, seed=-1,
+                                                 repetition_penalty=1.1, repetition_context_size=64,
+                                                 logit_bias={"5": -100}, stop="\n", logprobs=0)).request
+    assert asked.sampling == Sampling(temperature=0.5, top_k=9, top_p=0.9, presence_penalty=0.5,
+                                      frequency_penalty=-0.5, seed=2**64 - 1, repetition_penalty=1.1,
+                                      repetition_context_size=64, logit_bias={5: -100.0})
+    assert (asked.stop, asked.logprobs, asked.max_tokens) == (("\n",), True, 7)
+    assert completion_request(model, completion(temperature=0)).request.sampling.temperature == 0
+
+
+def test_the_prompt_is_encoded_as_it_is_or_given_as_ids():
+    ids = tuple(embedded_pair().tokenizer.encode("import os"))
+    assert completion_request(plain_model(), completion()).request.prompt == ids
+    assert completion_request(plain_model(), completion(prompt=list(ids))).request.prompt == ids
+
+
+def refused(ask, body, model=None):
+    with pytest.raises(Refusal) as caught:
+        ask(model or chat_model(), body)
+    return caught.value
+
+
+def test_limits_are_told_with_their_numbers():
+    model = chat_model(context=10)
+    ids = [5] * 8
+    assert completion_request(model, completion(prompt=ids)).request.max_tokens == 2  # what is left
+    assert completion_request(model, completion(prompt=ids, max_tokens=2)).request.max_tokens == 2
+    assert completion_request(model, completion(prompt=ids, max_tokens=-1)).request.max_tokens == -1
+    over = refused(completion_request, completion(prompt=ids, max_tokens=3), model)
+    assert (over.status, over.code, over.param) == (400, "context_length_exceeded", "max_tokens")
+    assert "8 prompt tokens and max_tokens 3 exceed the context of 10: ask for at most 2" in str(over)
+    full = refused(completion_request, completion(prompt=[5] * 10), model)
+    assert (full.status, full.code, full.param) == (400, "context_length_exceeded", "prompt")
+    assert "the prompt has 10 tokens" in str(full)
+    unbounded = chat_model(context=None, defaults=Defaults(-1))
+    assert completion_request(unbounded, completion()).request.max_tokens == -1
+
+
+@pytest.mark.parametrize("fields, param", [({"prompt": [-1]}, "prompt"), ({"prompt": [10**9]}, "prompt"),
+                                           ({"logit_bias": {"999999": 1}}, "logit_bias")])
+def test_tokens_outside_the_vocabulary(fields, param):
+    refusal = refused(completion_request, completion(**fields))
+    assert (refusal.status, refusal.param) == (422, param) and "outside the vocabulary" in str(refusal)
+
+
+def rendered(**fields):
+    return chat_tokenizer().decode(chat_request(chat_model(), chat(**fields)).request.prompt)
+
+
+def test_messages_go_through_the_template():
+    assert rendered() == "<user>hello<assistant><think>"
+    texts = [{"type": "text", "text": "be"}, {"type": "text", "text": " brief"}]
+    parts = [{"role": "developer", "content": texts}, *USER]
+    assert rendered(messages=parts, chat_template_kwargs={"enable_thinking": False}) == \
+        "<system>be brief<user>hello<assistant>"
+    calls = [*USER, {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}]},
+        {"role": "tool", "content": "rain", "tool_call_id": "1"}]
+    assert "<assistant>Oslo<tool>rain" in rendered(messages=calls)
+
+
+def test_tools_are_offered_unless_they_are_not_wanted():
+    assert '"name": "weather"' in rendered(tools=[TOOL])
+    assert "weather" not in rendered(tools=[TOOL], tool_choice="none")
+    without = chat_model(tokenizer=chat_tokenizer(tools=False))
+    assert refused(chat_request, chat(tools=[TOOL]), without).param == "tools"
+
+
+@pytest.mark.parametrize("name", ["tokenize", "chat_template", "messages", "add_generation_prompt", "conversation",
+                                  "return_dict", "tools"])
+def test_a_client_cannot_reach_the_renderer(name):
+    refusal = refused(chat_request, chat(chat_template_kwargs={name: "{{ 1 }}"}))
+    assert (refusal.status, refusal.param) == (422, "chat_template_kwargs") and name in str(refusal)
+
+
+def test_a_template_may_refuse():
+    refusal = refused(chat_request, chat(messages=[{"role": "assistant", "content": "hi"}]))
+    assert (refusal.status, refusal.param) == (422, "messages") and "the last turn must be the user's" in str(refusal)
+    assert refused(chat_request, chat(), plain_model()).code == "no_chat_template"
+
+
+# Telling thoughts, calls and text apart
+
+WITH_CALLS = Markers({CONTENT: [("<think>", THOUGHT), ("<tool_call>", CALL)], THOUGHT: [("</think>", CONTENT)],
+                      CALL: [("</tool_call>", CONTENT)]}, lambda text, tools: json.loads(text), [TOOL], "<tool_call>",
+                     "</tool_call>")
+CALL_TEXT = '<tool_call>{"name": "weather", "arguments": {"city": "Ålesund"}}</tool_call>'
+
+
+def split(text, size, markers=WITH_CALLS, state=CONTENT):
+    splitter = Splitter(markers, state)
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    parts = [splitter.feed(piece) for piece in pieces] + [splitter.feed("", last=True)]
+    return ("".join(p.content for p in parts), "".join(p.reasoning for p in parts),
+            [call for p in parts for call in p.tool_calls])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_an_answer_is_split_however_it_is_cut(size):
+    text = f"<think>so <b>be it</think>I < you{CALL_TEXT} and {CALL_TEXT}<end"
+    content, reasoning, calls = split(text, size)
+    assert (content, reasoning) == ("I < you and <end", "so <b>be it")
+    assert [call["index"] for call in calls] == [0, 1] and calls[0]["id"] != calls[1]["id"]
+    assert calls[0]["function"] == {"name": "weather", "arguments": '{"city": "Ålesund"}'}
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize("text", ["<tool_call>no json</tool_call>!", '<tool_call>{"name": "weather", "argu',
+                                  "<tool_call>", '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
+                                  "<tool_call>[1]</tool_call>",
+                                  '<tool_call>{"name": "f", "arguments": NaN}</tool_call>'])
+def test_what_is_no_call_is_given_back_as_it_was_written(text, size):
+    assert split(text, size) == (text, "", [])
+
+
+def test_a_call_without_an_end_marker_ends_with_the_text():
+    def parse(text, tools):
+        return [{"name": name, "arguments": "{}", "id": name} for name in text.split()]
+
+    markers = Markers({CONTENT: [("[TOOL_CALLS]", CALL)], CALL: []}, parse, [TOOL], "[TOOL_CALLS]", "")
+    content, _, calls = split("yes[TOOL_CALLS]a b", 4, markers)
+    assert content == "yes" and [call["id"] for call in calls] == ["a", "b"]
+    assert calls[0]["function"]["arguments"] == "{}"
+
+
+def test_thoughts_that_the_template_opened():
+    assert split("hm</think>yes", 3, state=THOUGHT) == ("yes", "hm", [])
+    assert split("hm, cut off</thi", 3, state=THOUGHT) == ("", "hm, cut off</thi", [])
+    tokenizer = chat_tokenizer()
+    opened = tokenizer.encode("<user>x<assistant><think>", add_special_tokens=False)
+    closed = tokenizer.encode("<think>a</think>b", add_special_tokens=False)
+    assert (first_state(tokenizer, opened), first_state(tokenizer, closed)) == (THOUGHT, CONTENT)
+
+
+def test_markers_follow_the_tokenizer():
+    assert markers_of(chat_tokenizer(), [TOOL]).moves[CONTENT] == [("<think>", THOUGHT), ("<tool_call>", CALL)]
+    assert markers_of(chat_tokenizer(), None).moves[CONTENT] == [("<think>", THOUGHT)]
+    assert markers_of(embedded_pair().tokenizer, None).moves == {CONTENT: [], THOUGHT: [], CALL: []}
+
+
+# Chunks as OpenAI's objects
+
+
+def read(chunks, splitter=None, watched=False):
+    tokenizer = chat_tokenizer()
+    reader = Reader(tokenizer, embedded_pair().stop_ids, splitter, watched)
+    kept = list(chunks)
+    return [reader.read(chunk) for chunk in kept], kept[-1].stats
+
+
+def test_a_call_ends_the_turn():
+    deltas, stats = read(saying("on it ", CALL_TEXT)(Request((1, 2))), Splitter(WITH_CALLS, CONTENT))
+    document = ChatForm("m").document(merged(deltas), stats)
+    choice = document["choices"][0]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "on it "
+    assert set(choice["message"]["tool_calls"][0]) == {"id", "type", "function"}  # a stream's index is no part of it
+    cut, _ = read(saying(CALL_TEXT, finish="length")(Request((1,))), Splitter(WITH_CALLS, CONTENT))
+    assert merged(cut).finish == "length"
+
+
+def test_stream_and_document_say_the_same():
+    request = Request(tuple(embedded_pair().tokenizer.encode("import os")), max_tokens=12, logprobs=True)
+    form = CompletionForm("m")
+    deltas, stats = read(generated(request))
+    events = [event for delta in deltas for event in form.events(delta)]
+    document = form.document(merged(deltas), stats)
+    choice = document["choices"][0]
+    assert "".join(event["choices"][0]["text"] for event in events) == choice["text"]
+    assert events[-1]["choices"][0]["finish_reason"] == choice["finish_reason"] == "length"
+    assert {event["id"] for event in events} == {document["id"]}
+    logprobs = choice["logprobs"]
+    assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == 12 == document["usage"]["completion_tokens"]
+    assert all(value <= 0 for value in logprobs["token_logprobs"])
+    for text, offset in zip(logprobs["tokens"], logprobs["text_offset"]):
+        assert choice["text"][offset:].startswith(text)
+
+
+def test_every_round_is_described_when_it_is_asked_for():
+    request = Request(tuple(embedded_pair().tokenizer.encode("import os\n")), max_tokens=24)
+    chunks = list(generated(request))
+    deltas, _ = read(chunks, watched=True)
+    rounds = [delta.watch for delta in deltas if "round" in delta.watch]
+    assert "".join(text for watch in rounds for text, _ in watch["tokens"]) == "".join(c.text for c in chunks)
+    for watch, chunk in zip(rounds, chunks):
+        assert sum(accepted for _, accepted in watch["tokens"]) == watch["accepted"] == chunk.round.accepted
+        assert len(watch["rejected"]) == len(chunk.round.drafts) - chunk.round.accepted
+    assert any(watch["rejected"] for watch in rounds) and any(watch["accepted"] for watch in rounds)
+    assert "stats" in deltas[-1].watch and not set(deltas[-1].watch["stats"]) & {"target", "blas"}  # no paths
+
+
+def test_usage_counts_reused_tokens():
+    assert usage_of(Statistics(9, {"cached_tokens": 4}, generated_tokens=3)) == {
+        "prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12, "prompt_tokens_details": {"cached_tokens": 4}}
+
+
+def test_impossible_tokens_have_a_finite_logprob():
+    chunk = Chunk("a", (5, 6), (float("-inf"), float("nan")), "length", None, Statistics(1))
+    deltas, _ = read([chunk])
+    assert [value for _, value in deltas[0].logprobs] == [-9999.0, -9999.0]
+
+
+def test_any_text_can_be_sent():
+    assert json.loads(encode({"a": "\ud800é"})) == {"a": "\ud800é"}
