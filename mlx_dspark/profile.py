@@ -224,11 +224,13 @@ def command(short: bool, as_json: bool, loads: list[int], plot: Path | None, **p
 
 def _measure_requests(pair: Pair, loads: Sequence[int], curve: CostCurve, short: bool, notes: Notes) -> CostGrid:
     from .serve.costs import FAR as FAR_TOGETHER
-    from .serve.costs import Together, measure_grid
+    from .serve.costs import Together, host_seconds, measure_grid
     from .store import save_grid
 
     near, far = depths(pair.target.context)
     grid = measure_grid(partial(Together, pair), loads, (near, min(far, FAR_TOGETHER)), curve, short, notes.progress)
+    most = max(loads)
+    grid = replace(grid, host_request=max(0.0, host_seconds(pair, most) - curve.host / most))
     notes.progress("")
     notes.say(f"stored in {save_grid(pair, grid)}")
     return grid

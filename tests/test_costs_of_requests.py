@@ -13,7 +13,7 @@ from mlx_dspark import profile, scheduling, store
 from mlx_dspark.errors import FormatError
 from mlx_dspark.schedule.cost import CostCurve
 from mlx_dspark.schedule.grid import CostGrid
-from mlx_dspark.serve import costs
+from mlx_dspark.serve import batch, costs
 from mlx_dspark.serve.costs import Together, dealt, measure_grid, packed_rows
 
 CURVE = CostCurve({1: 1.0, 2: 1.5}, host=0.2, read=0.3, about={"machine": "m"})
@@ -140,13 +140,15 @@ def test_the_command_measures_stores_and_prints(monkeypatch, own_cache):
     monkeypatch.setattr(profile, "measure", lambda pair, short, progress: CURVE)
     clock = Clock(monkeypatch)
     monkeypatch.setattr(costs, "Together", lambda pair, requests, depth: clock.begin(requests, depth))
+    monkeypatch.setattr(costs, "host_seconds", lambda pair, requests: 0.25 * requests)
     done = CliRunner().invoke(profile.command, ["--requests", "2,1", "--short"])
     assert done.exit_code == 0, done.output
     text = done.stdout.split("\n\n")[1]
     assert re.findall(r"^ +(\d+)   (\w+)", text, re.M) == [
         (n, what) for n in "12" for what in ("packed", "rectangular", "draft")]
     (path,) = (own_cache / "grids").iterdir()
-    assert CostGrid.from_dict(json.loads(path.read_text(encoding="utf-8"))).most_requests == 2
+    stored = CostGrid.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    assert stored.most_requests == 2 and stored.host_request == 0.25 * 2 - CURVE.host / 2
     both = json.loads(CliRunner().invoke(profile.command, ["--requests", "2", "--short", "--json"]).stdout)
     assert CostCurve.from_dict(both["curve"]) == CURVE and CostGrid.from_dict(both["grid"]).most_requests == 2
 
@@ -158,6 +160,24 @@ def test_real_requests_are_measured(monkeypatch):
     assert min([*grid.packed.values(), *grid.rectangular.values()]) > 0
     assert sorted(rows for n, rows in grid.packed if n == 2) == list(range(2, 17))
     assert grid.packed_slope.keys() == grid.packed.keys() and grid.rectangular_slope.keys() == grid.rectangular.keys()
+
+
+def test_host_seconds_are_rounds_less_their_forwards(monkeypatch):
+    """By a clock that a step moves by three and every forward, in a round or alone, by ten."""
+    now = [0.0]
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: now[0])
+
+    def tick(seconds, work):
+        def run(*args, **options):
+            now[0] += seconds
+            return work(*args, **options)
+        return run
+
+    for module in (costs, batch):
+        monkeypatch.setattr(module, "forward_many", tick(10.0, module.forward_many))
+    monkeypatch.setattr(costs.Batch, "step", tick(3.0, costs.Batch.step))
+    pair = pair_of(build_model("qwen3"), None)
+    assert costs.host_seconds(pair, 3) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("text", ["0", "x", "1,,2", "1000"])

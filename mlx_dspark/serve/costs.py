@@ -7,6 +7,7 @@ points each, and what lies between them is priced like the next larger one.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +16,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
 
+from ..decode import DecodeOptions, Run
 from ..draft import propose_many
 from ..profile import REPEATS, Timing, evened, timed
 from ..sampling import make_rule
+from ..schedule.batch import make_batch_policy
 from ..schedule.cost import CostCurve
 from ..schedule.grid import PACKED, RECTANGULAR, CostGrid
 from ..structs import KVOptions, Sampling
+from .batch import Batch, Follows, Member
 from .packed import LAYOUTS, can_be_rectangular, forward_many
 
 if TYPE_CHECKING:
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
 FAR = 2048  # positions: all requests are that deep at once, and their caches must fit
 SHORT_SECONDS = 2.0  # of model time for one count of requests
 DRAFT = "draft"
+HOST_ROUNDS = 16
+PROMPT = (0, 0)
 
 
 class Forwards(Protocol):
@@ -90,6 +96,40 @@ def measure_grid(
     return CostGrid(
         tables[PACKED], tables.get(RECTANGULAR, {}), near, tables.get(f"{PACKED}_slope", {}),
         tables.get(f"{RECTANGULAR}_slope", {}), tables.get(DRAFT, {}), curve.host, 0.0, curve.read, about)
+
+
+def host_seconds(pair: Pair, requests: int) -> float:
+    """Seconds that a plain round takes for each request beside its forward: judging, committing, reading.
+
+    Rounds of the real loop less the forwards they run, over the same caches.
+    """
+    rule = make_rule(Sampling())
+    batch = Batch(pair, make_batch_policy("plain", 0, False))
+    members = [Member(number, Run(pair, PROMPT, DecodeOptions(rule, Follows("plain", False))), PROMPT, None)
+               for number in range(requests)]
+    for member in members:
+        *_, flight = member.steps
+        batch.join(member, flight)
+    rounds = _median(batch.step)
+    caches = [member.run.cache for member in members]
+    tokens = [mx.zeros((1, 1), dtype=mx.int32)] * requests
+
+    def forward() -> None:
+        mx.eval([one.logits for one in forward_many(pair.target, tokens, caches)])
+        for cache in caches:
+            cache.advance(1, 0 if cache.full else 1)
+
+    return max(0.0, rounds - _median(forward)) / requests
+
+
+def _median(work: Callable[[], Any]) -> float:
+    """Median seconds of many runs, the first two left out."""
+    seconds = []
+    for _ in range(HOST_ROUNDS + 2):
+        since = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - since)
+    return statistics.median(seconds[2:])
 
 
 def packed_rows(requests: int, widest: int, short: bool = False) -> list[int]:
