@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.core as mx
 
@@ -126,14 +127,10 @@ class Batch:
         """One host read for all; members that left meanwhile are passed over."""
         if not flying:
             return []
-        packed = [departure.flight.packed for departure in flying]
-        numbers, first = mx.concatenate(packed).tolist(), 0
-        landed = []
-        for departure, own in zip(flying, packed, strict=True):
-            member, part = departure.member, numbers[first : first + own.size]
-            first += own.size
-            if self.members.get(member.number) is member:
-                landed.append(Landed(member, settle(member.run, departure.flight, part)))
+        numbers = _read([departure.flight.packed for departure in flying])
+        landed = [Landed(departure.member, settle(departure.member.run, departure.flight, own))
+                  for departure, own in zip(flying, numbers, strict=True)
+                  if self.members.get(departure.member.number) is departure.member]
         clear_cache(self, sum(len(own.round.tokens) for own in landed))
         return landed
 
@@ -203,11 +200,19 @@ def _line(member: Member) -> Line:
 
 
 def _read_confidences(flights: Sequence[Flight]) -> None:
-    """One host read for all."""
+    """Give every flight its own."""
     if not flights:
         return
-    logits = [flight.proposal.confidence_logits[0] for flight in flights]
-    values, first = mx.sigmoid(mx.concatenate(logits)).tolist(), 0
-    for flight, own in zip(flights, logits, strict=True):
-        flight.confidences = tuple(values[first : first + own.size])
-        first += own.size
+    values = _read([mx.sigmoid(flight.proposal.confidence_logits[0]) for flight in flights])
+    for flight, own in zip(flights, values, strict=True):
+        flight.confidences = tuple(own)
+
+
+def _read(vectors: Sequence[mx.array]) -> list[list[Any]]:
+    """Vectors of one dtype on the host, by one read."""
+    numbers, first = mx.concatenate(list(vectors)).tolist(), 0
+    parts = []
+    for vector in vectors:
+        parts.append(numbers[first : first + vector.size])
+        first += vector.size
+    return parts

@@ -34,7 +34,6 @@ from .request import Deliver, EngineBusy, EngineClosed, EngineError, Event, Requ
 
 PREFIX_SHARE = 0.25  # of the bytes that caches may take
 RATE_SECONDS = 10.0  # over which tokens per second are counted
-IDLE_SECONDS = 0.2  # between two looks at an idle engine's deadline
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,6 @@ class _Job:
     """A request inside the engine."""
 
     number: int
-    request: Request
     options: DecodeOptions
     answer: Answer
     deliver: Deliver
@@ -253,7 +251,7 @@ class Engine:
         resolved = decode_options(pair, request.sampling, policy, limit, options.kv, options.prefill_step, (),
                                   logprobs=request.logprobs)
         answer = Answer(pair, len(ids), resolved, request.stop, {**facts, "cached_tokens": 0})
-        return _Job(number, request, resolved, answer, deliver, needed, ids, own)
+        return _Job(number, resolved, answer, deliver, needed, ids, own)
 
     # Everything below runs in the engine's thread.
 
