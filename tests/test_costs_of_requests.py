@@ -48,12 +48,7 @@ class Fake:
         self.clock.now += 0.01 * self.requests + 0.02 * slots
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.delenv(scheduling.NO_PROFILE_VARIABLE, raising=False)
-    embedded_pair().target.__dict__.pop("memories", None)
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("unmeasured")
 
 
 def test_every_count_is_timed_in_both_layouts_at_two_depths(monkeypatch):
@@ -136,7 +131,7 @@ def test_a_grid_is_kept_beside_the_curve_and_found_by_the_engine(monkeypatch):
         store.find_grid(pair)
 
 
-def test_the_command_measures_stores_and_prints(monkeypatch, own_cache):
+def test_the_command_measures_stores_and_prints(monkeypatch, unmeasured):
     monkeypatch.setattr(profile, "measure", lambda pair, short, progress: CURVE)
     clock = Clock(monkeypatch)
     monkeypatch.setattr(costs, "Together", lambda pair, requests, depth: clock.begin(requests, depth))
@@ -146,7 +141,7 @@ def test_the_command_measures_stores_and_prints(monkeypatch, own_cache):
     text = done.stdout.split("\n\n")[1]
     assert re.findall(r"^ +(\d+)   (\w+)", text, re.M) == [
         (n, what) for n in "12" for what in ("packed", "rectangular", "draft")]
-    (path,) = (own_cache / "grids").iterdir()
+    (path,) = (unmeasured / "grids").iterdir()
     stored = CostGrid.from_dict(json.loads(path.read_text(encoding="utf-8")))
     assert stored.most_requests == 2 and stored.host_request == 0.25 * 2 - CURVE.host / 2
     both = json.loads(CliRunner().invoke(profile.command, ["--requests", "2", "--short", "--json"]).stdout)

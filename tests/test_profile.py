@@ -16,13 +16,7 @@ from mlx_dspark.schedule.auto import Auto
 from mlx_dspark.structs import KVOptions
 from mlx_dspark.target import Target
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.delenv(scheduling.NO_PROFILE_VARIABLE, raising=False)
-    embedded_pair().target.__dict__.pop("memories", None)
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("unmeasured")
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +85,7 @@ def test_a_recurrent_cache_is_not_measured_and_the_default_does_without(monkeypa
     assert policy.name == "fixed" and "ArraysCache" in facts["costs"] and len(said) == 1
 
 
-def test_first_use_measures_once_stores_and_says_so(own_cache, short_curve, monkeypatch):
+def test_first_use_measures_once_stores_and_says_so(unmeasured, short_curve, monkeypatch):
     calls, said = [], []
     monkeypatch.setattr(profile, "measure", lambda pair, short: calls.append(short) or short_curve)
     policy, facts = scheduling.policy_for(embedded_pair(), None, say=said.append)
@@ -100,17 +94,17 @@ def test_first_use_measures_once_stores_and_says_so(own_cache, short_curve, monk
     del embedded_pair().target.memories  # another process
     scheduling.policy_for(embedded_pair(), "lookahead", say=said.append)
     assert calls == [True] and len(said) == 1
-    stored = json.loads(next((own_cache / "curves").iterdir()).read_text())
+    stored = json.loads(next((unmeasured / "curves").iterdir()).read_text())
     assert CostCurve.from_dict(stored) == short_curve and stored["key"]["mlx"]
 
 
 @pytest.mark.parametrize("refrain", ("argument", "variable"))
-def test_no_profile_refrains(refrain, monkeypatch, own_cache):
+def test_no_profile_refrains(refrain, monkeypatch, unmeasured):
     if refrain == "variable":
         monkeypatch.setenv(scheduling.NO_PROFILE_VARIABLE, "1")
     said = []
     policy, _ = scheduling.policy_for(embedded_pair(), None, profile=refrain != "argument", say=said.append)
-    assert policy.name == "fixed" and "mlx_dspark profile" in said[0] and not own_cache.exists()
+    assert policy.name == "fixed" and "mlx_dspark profile" in said[0] and not unmeasured.exists()
     with pytest.raises(ValueError, match="'auto' needs the costs of this machine"):
         scheduling.policy_for(embedded_pair(), "auto", profile=False)
 
@@ -157,11 +151,11 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert json.loads(path.read_text()) == {"old": 1} and list(tmp_path.iterdir()) == [path]
 
 
-def test_the_command_prints_a_table_and_stores(short_curve, monkeypatch, own_cache):
+def test_the_command_prints_a_table_and_stores(short_curve, monkeypatch, unmeasured):
     monkeypatch.setattr(profile, "measure", lambda pair, short, progress: short_curve)
     result = CliRunner().invoke(profile.command, ["--short"])
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("rows   ms at depth") and "draft ms by proposals: 1:" in result.stdout
-    assert len(list((own_cache / "curves").iterdir())) == 1
+    assert len(list((unmeasured / "curves").iterdir())) == 1
     as_json = CliRunner().invoke(profile.command, ["--json"])
     assert CostCurve.from_dict(json.loads(as_json.stdout)) == short_curve
