@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,8 @@ from .commands import SETTINGS, Notes, counts, open_pair, pair_options, run_comm
 from .plot import check_plot, plot_costs
 from .schedule.cost import CostCurve
 from .schedule.grid import CostGrid
-from .structs import KVOptions
+from .schedule.policies import Fixed, Policy
+from .structs import KVOptions, Round
 
 if TYPE_CHECKING:
     from .load import Pair
@@ -32,7 +33,9 @@ WIDE_ROWS = (10, 12, 13, 16)  # around the kernel steps known from MLX's sources
 NEAR, FAR = 512, 4096  # context depths; the far one is a quarter of the window if that is more
 REPEATS = 7
 SHORT_SECONDS = 2.0  # of model time, for the automatic measurement
+KEPT = 2  # rows that a round has committed, which the next proposal takes in
 READS = 50
+LOOKS = 15  # rounds with a look and rounds without
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -60,7 +63,7 @@ def measure(pair: Pair, short: bool = False, progress: Callable[[str], None] = l
     draft = _draft_times(pair, near, budget, progress) if pair.draft is not None else {}
     return CostCurve(
         rows=evened(at_near), depth=near, slope=slope, draft={n: t.median for n, t in draft.items()},
-        host=_host_seconds(pair), read=_read_seconds(),
+        host=_host_seconds(pair), read=_read_seconds(pair, budget),
         about={"machine": machine(), "measured": time.strftime("%Y-%m-%d %H:%M:%S"), "short": short,
                "spread": {str(n): at_near[n].spread for n in counts}},
     )
@@ -86,7 +89,7 @@ def evened(times: Mapping[int, Timing]) -> dict[int, float]:
 
 
 def timed(
-    works: Mapping[Key, Callable[[], None]], repeats: int, budget: float | None, progress: Callable[[str], None]
+    works: Mapping[Key, Callable[[], Any]], repeats: int, budget: float | None, progress: Callable[[str], None]
 ) -> dict[Key, Timing]:
     """Time each work once per repeat, interleaved, after one warm-up each; at least three repeats."""
     for work in works.values():
@@ -144,9 +147,11 @@ def _draft_times(
     taps = mx.zeros((1, depth, width), dtype=pair.target.dtype) if draft.taps else None
     draft.observe(state, mx.zeros((1, depth), dtype=mx.int32), taps)
     anchor = mx.zeros((1,), dtype=mx.int32)
+    kept = mx.zeros((1, KEPT), dtype=mx.int32), None if taps is None else taps[:, :KEPT]
 
     def work(slots: int) -> Callable[[], None]:
         def run() -> None:
+            draft.observe(state, *kept)
             mx.eval(draft.propose(state, anchor, slots, rule.picker(None, None, slots)).tokens)
 
         return run
@@ -171,8 +176,33 @@ def _host_seconds(pair: Pair) -> float:
     return max(0.0, (time.perf_counter() - since - forwards) / max(1, len(landed)))
 
 
-def _read_seconds() -> float:
-    """Median seconds of one more host read: a tiny graph, submitted and waited for."""
+def _read_seconds(pair: Pair, budget: float | None) -> float:
+    """Seconds that a look at this round's confidences costs.
+
+    One more host read, and more than that: the host only builds the verify forward when the draft has ended, instead of
+    meanwhile. So whole rounds are compared, with a look and without.
+    """
+    read = _bare_read_seconds()
+    if pair.draft is None or not pair.draft.has_confidence:
+        return read
+    rounds = {looks: _rounds(pair, Fixed(pair.draft.gamma, "fixed", reads_confidence=looks)) for looks in (False, True)}
+    times = timed({looks: partial(next, own) for looks, own in rounds.items()}, LOOKS, budget, lambda text: None)
+    return max(read, times[True].median - times[False].median)
+
+
+def _rounds(pair: Pair, policy: Policy) -> Iterator[Round]:
+    """Endless rounds of the real loop."""
+    from .decode import DecodeOptions, decode
+    from .sampling import make_rule
+    from .structs import Sampling
+
+    rounds = decode(pair, [0, 0], DecodeOptions(make_rule(Sampling()), policy))
+    next(rounds)
+    return rounds
+
+
+def _bare_read_seconds() -> float:
+    """Median seconds of a host read: a tiny graph, submitted and waited for."""
     import mlx.core as mx
 
     base, seconds = mx.zeros((8,)), []
@@ -224,13 +254,16 @@ def command(short: bool, as_json: bool, loads: list[int], plot: Path | None, **p
 
 def _measure_requests(pair: Pair, loads: Sequence[int], curve: CostCurve, short: bool, notes: Notes) -> CostGrid:
     from .serve.costs import FAR as FAR_TOGETHER
-    from .serve.costs import Together, host_seconds, measure_grid
+    from .serve.costs import NEAR as NEAR_TOGETHER
+    from .serve.costs import Together, measure_around, measure_grid, with_around
     from .store import save_grid
 
     near, far = depths(pair.target.context)
-    grid = measure_grid(partial(Together, pair), loads, (near, min(far, FAR_TOGETHER)), curve, short, notes.progress)
+    near, far = min(near, NEAR_TOGETHER), min(far, FAR_TOGETHER)
+    grid = measure_grid(partial(Together, pair), loads, (near, far), curve, short, notes.progress)
     most = max(loads)
-    grid = replace(grid, host_request=max(0.0, host_seconds(pair, most) - curve.host / most))
+    notes.progress(f"{most} requests: rounds of the loop")
+    grid = with_around(grid, most, measure_around(pair, most, short))
     notes.progress("")
     notes.say(f"stored in {save_grid(pair, grid)}")
     return grid
@@ -245,7 +278,7 @@ def table(curve: CostCurve) -> str:
     if curve.draft:
         draft = "  ".join(f"{n}: {1e3 * s:.3f}" for n, s in sorted(curve.draft.items()))
         lines.append(f"draft ms by proposals: {draft}")
-    lines.append(f"host {1e3 * curve.host:.3f} ms a round, one more read {1e3 * curve.read:.3f} ms")
+    lines.append(f"host {1e3 * curve.host:.3f} ms a round, a look at the confidences {1e3 * curve.read:.3f} ms")
     return "\n".join(lines)
 
 
@@ -260,6 +293,9 @@ def grid_table(grid: CostGrid) -> str:
         if grid.draft:
             slots = max(slots for _, slots in grid.draft)
             lines.append(f"{requests:8d}   draft         {1e3 * grid.drafting(requests, slots):.3f} ({slots} slots)")
+    most = grid.most_requests
+    lines.append(f"host {1e3 * grid.around(most):.3f} ms a round of {most}, a look at the confidences "
+                 f"{1e3 * grid.reading(most):.3f} ms")
     return "\n".join(lines)
 
 

@@ -14,7 +14,7 @@ from mlx_dspark.errors import FormatError
 from mlx_dspark.schedule.cost import CostCurve
 from mlx_dspark.schedule.grid import CostGrid
 from mlx_dspark.serve import batch, costs
-from mlx_dspark.serve.costs import Together, dealt, measure_grid, packed_rows
+from mlx_dspark.serve.costs import Around, Together, dealt, measure_grid, packed_rows
 
 CURVE = CostCurve({1: 1.0, 2: 1.5}, host=0.2, read=0.3, about={"machine": "m"})
 
@@ -135,7 +135,8 @@ def test_the_command_measures_stores_and_prints(monkeypatch, unmeasured):
     monkeypatch.setattr(profile, "measure", lambda pair, short, progress: CURVE)
     clock = Clock(monkeypatch)
     monkeypatch.setattr(costs, "Together", lambda pair, requests, depth: clock.begin(requests, depth))
-    monkeypatch.setattr(costs, "host_seconds", lambda pair, requests: 0.25 * requests)
+    around = Around(host=CURVE.host + 0.25 * 2, drafting=0.5, read=CURVE.read + 0.1 * 2)
+    monkeypatch.setattr(costs, "measure_around", lambda pair, requests, short: around)
     done = CliRunner().invoke(profile.command, ["--requests", "2,1", "--short"])
     assert done.exit_code == 0, done.output
     text = done.stdout.split("\n\n")[1]
@@ -143,7 +144,9 @@ def test_the_command_measures_stores_and_prints(monkeypatch, unmeasured):
         (n, what) for n in "12" for what in ("packed", "rectangular", "draft")]
     (path,) = (unmeasured / "grids").iterdir()
     stored = CostGrid.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    assert stored.most_requests == 2 and stored.host_request == 0.25 * 2 - CURVE.host / 2
+    assert stored.most_requests == 2
+    assert (stored.around(2), stored.drafting(2, 3), stored.reading(2)) == pytest.approx((0.7, 0.5, 0.5))
+    assert "host 700.000 ms a round of 2, a look at the confidences 500.000 ms" in text
     both = json.loads(CliRunner().invoke(profile.command, ["--requests", "2", "--short", "--json"]).stdout)
     assert CostCurve.from_dict(both["curve"]) == CURVE and CostGrid.from_dict(both["grid"]).most_requests == 2
 
@@ -157,22 +160,35 @@ def test_real_requests_are_measured(monkeypatch):
     assert grid.packed_slope.keys() == grid.packed.keys() and grid.rectangular_slope.keys() == grid.rectangular.keys()
 
 
-def test_host_seconds_are_rounds_less_their_forwards(monkeypatch):
-    """By a clock that a step moves by three and every forward, in a round or alone, by ten."""
-    now = [0.0]
-    monkeypatch.setattr(costs.time, "perf_counter", lambda: now[0])
+def test_rounds_are_priced_beside_their_forwards(monkeypatch):
+    """By a clock that a round moves by three, a row by one, a forward by ten, a proposal by two and a look by a half."""
+    now, pair = [0.0], embedded_pair()
+    monkeypatch.setattr(profile.time, "perf_counter", lambda: now[0])
 
-    def tick(seconds, work):
+    def tick(module, name, seconds):
+        work = getattr(module, name)
+
         def run(*args, **options):
-            now[0] += seconds
+            now[0] += seconds(args)
             return work(*args, **options)
-        return run
+        monkeypatch.setattr(module, name, run)
 
     for module in (costs, batch):
-        monkeypatch.setattr(module, "forward_many", tick(10.0, module.forward_many))
-    monkeypatch.setattr(costs.Batch, "step", tick(3.0, costs.Batch.step))
-    pair = pair_of(build_model("qwen3"), None)
-    assert costs.host_seconds(pair, 3) == pytest.approx(1.0)
+        tick(module, "forward_many", lambda args: 10.0 + sum(tokens.shape[1] for tokens in args[1]))
+    tick(batch, "propose_many", lambda args: 2.0)
+    tick(batch, "_read_confidences", lambda args: 0.5 if args[0] else 0.0)
+    tick(costs.Batch, "step", lambda args: 3.0)
+    assert costs.measure_around(pair, 3) == Around(host=3.0, drafting=2.0, read=0.5)
+    assert costs.measure_around(pair_of(build_model("qwen3"), None), 3) == Around(host=3.0)
+
+
+def test_what_is_measured_around_forwards_is_spread_over_requests():
+    grid = CostGrid({(2, 2): 1.0}, draft={(1, 1): 0.1, (2, 1): 0.2, (2, 3): 0.3}, host=0.2, read=0.1)
+    whole = costs.with_around(grid, 2, Around(host=0.6, drafting=0.5, read=0.3))
+    assert whole.draft == pytest.approx({(1, 1): 0.2, (2, 1): 0.4, (2, 3): 0.5})
+    assert (whole.host_request, whole.read_request) == pytest.approx((0.2, 0.1))
+    cheap = costs.with_around(grid, 2, Around(host=0.1, drafting=0.0, read=0.0))
+    assert cheap == grid, "less than what one request takes is noise"
 
 
 @pytest.mark.parametrize("text", ["0", "x", "1,,2", "1000"])

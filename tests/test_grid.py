@@ -50,7 +50,7 @@ def test_the_cheaper_layout_is_chosen(rows, layout, seconds):
 @pytest.mark.parametrize(("layout", "depths", "seconds"), [
     pytest.param("packed", [500] * 4, 1.5, id="as-measured"),
     pytest.param("packed", [600, 600, 600, 1000], 1.5 + 2e-3 * 200, id="packed-by-the-mean"),
-    pytest.param("packed", [0] * 4, 0.5, id="shallower"),
+    pytest.param("packed", [0] * 4, 1.5, id="shallower-is-not-extrapolated"),
     pytest.param("rectangular", [9000] * 4, 1.4, id="negative-slope-is-noise"),
     pytest.param("packed", [], 1.5, id="unknown"),
 ])

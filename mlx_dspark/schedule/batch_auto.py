@@ -80,7 +80,7 @@ class BatchAuto(ByCost):
         values = {request: shares.value(gain) for request, gain in gains.items()}
         self._review(values, load)
         drafting = self._decide(values, shares, load)
-        self._reads = self._worth_reading(drafting, price, load)
+        self._reads = self._worth_reading(drafting, price * self.grid.reading(len(lines)), load)
         return {line.request: self.slots(line) if line.request in drafting or line.fixed is not None else 0
                 for line in lines}
 
@@ -125,7 +125,7 @@ class BatchAuto(ByCost):
         drafts = search([rows.get(line.request, []) for line in lines], taken, prices,
                         lambda tokens, seconds: tokens - price * seconds)
         row = price * _row_seconds(prices, taken, drafts)
-        read = price * self.grid.read / max(1, len(rows))
+        read = price * self.grid.reading(len(lines)) / max(1, len(rows))
         return {line.request: sum(rows[line.request][:count]) - row * count
                 + max(0.0, (self._insight(line.request, load) or 0.0) - read)
                 for line, count in zip(lines, drafts, strict=True) if line.request in rows}
@@ -173,10 +173,11 @@ class BatchAuto(ByCost):
         """Whether losing this much leaves the run ahead of plain decoding, or behind by the stake at most."""
         return self.lead - tokens >= -STAKE * self.tokens
 
-    def _worth_reading(self, drafting: set[Hashable], price: float, load: Load) -> bool:
+    def _worth_reading(self, drafting: set[Hashable], cost: float, load: Load) -> bool:
+        """Whether looking into this round brings the tokens that it costs."""
         insights = [self._insight(request, load) for request in drafting]
         known = [insight for insight in insights if insight is not None]
-        return len(known) < len(insights) or max(0.0, sum(known)) >= price * self.grid.read
+        return len(known) < len(insights) or max(0.0, sum(known)) >= cost
 
     # After it
 
@@ -199,7 +200,8 @@ class BatchAuto(ByCost):
         """Tokens and modelled seconds of a round."""
         asked = [one.proposed for one in rounds if one.proposed]
         seconds = (self.grid.cheaper([one.rows for one in rounds], depths)[1] + self.grid.around(len(rounds))
-                   + self.grid.drafting(len(asked), max(asked, default=0)))
+                   + self.grid.drafting(len(asked), max(asked, default=0))
+                   + (self.grid.reading(len(rounds)) if asked and self._looked else 0.0))
         tokens, plain = sum(len(one.tokens) for one in rounds), seconds * self._plain_rate(depths)
         self._load(len(rounds)).rate.add(tokens, plain)
         self.tokens += tokens

@@ -21,7 +21,7 @@ class CostCurve:
     rows: one verify forward by row count, at context depth `depth` (positions).
     slope: by row count, seconds more per further position of context.
     draft: by proposals asked; any larger count costs like the next measured one, 0 costs nothing.
-    host: per round, everything that is not a forward. read: one more host read in a round.
+    host: per round, everything that is not a forward. read: what a look at the round's confidences adds to it.
     about: where and when it was measured.
     """
 
@@ -52,9 +52,13 @@ class CostCurve:
         return max(self.rows)
 
     def verify(self, rows: int, depth: int | None = None) -> float:
-        """Seconds of a verify forward of `rows` rows at context `depth`; the widest known for more rows."""
-        further = 0 if depth is None else depth - self.depth
-        return self.rows[self._measured(rows)] + self.further(rows) * max(further, -self.depth)
+        """Seconds of a verify forward of `rows` rows at context `depth`; the widest known for more rows.
+
+        A shallower context than the measured one is priced like that: slopes are noisy, and down to nothing
+        they would carry prices anywhere.
+        """
+        further = 0 if depth is None else max(0, depth - self.depth)
+        return self.rows[self._measured(rows)] + self.further(rows) * further
 
     def further(self, rows: int) -> float:
         """Seconds more of such a forward per further position of context."""

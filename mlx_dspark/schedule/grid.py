@@ -20,6 +20,7 @@ from .cost import CostCurve
 
 PACKED, RECTANGULAR = "packed", "rectangular"
 LAYOUTS = (PACKED, RECTANGULAR)
+SECONDS = ("host", "host_request", "read", "read_request")
 
 Pair = tuple[int, int]
 
@@ -54,7 +55,8 @@ class CostGrid:
     packed_slope, rectangular_slope: by the same pairs, seconds more per further position of every request.
     draft: one batched proposal by (requests that draft, slots each); empty costs nothing.
     host: per round, everything that is not a forward. host_request: the same, more per request.
-    read: one more host read in a round. about: where and when it was measured, or what it was derived from.
+    read: what a look at the round's confidences adds to it. read_request: the same, more per request.
+    about: where and when it was measured, or what it was derived from.
 
     Raises FormatError for values that cannot have been measured.
     """
@@ -68,6 +70,7 @@ class CostGrid:
     host: float = 0.0
     host_request: float = 0.0
     read: float = 0.0
+    read_request: float = 0.0
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -75,7 +78,7 @@ class CostGrid:
             for pair, seconds in getattr(self, name).items():
                 if not (_is_pair(pair) and 0 <= seconds < math.inf):
                     raise FormatError(f"a cost grid has {name}[{pair!r}] = {seconds!r}: measure it again")
-        for name in ("host", "host_request", "read"):
+        for name in SECONDS:
             if not 0 <= getattr(self, name) < math.inf:
                 raise FormatError(f"a cost grid has {name} = {getattr(self, name)!r} seconds: measure it again")
         for name in ("packed_slope", "rectangular_slope"):
@@ -145,12 +148,16 @@ class CostGrid:
         """Host seconds of a round."""
         return self.host + requests * self.host_request
 
+    def reading(self, requests: int) -> float:
+        """Seconds that a look at the confidences adds to a round."""
+        return self.read + requests * self.read_request
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON; a table is {requests: {count: seconds}}."""
         tables = {name: {str(n): {str(m): seconds for m, seconds in row.items()}
                          for n, row in _by_requests(getattr(self, name)).items()} for name in TABLES}
-        return {**tables, "depth": self.depth, "host": self.host, "host_request": self.host_request,
-                "read": self.read, "about": dict(self.about)}
+        return {**tables, "depth": self.depth, **{name: getattr(self, name) for name in SECONDS},
+                "about": dict(self.about)}
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any]) -> CostGrid:
@@ -159,9 +166,8 @@ class CostGrid:
             packed, rectangular, packed_slope, rectangular_slope, draft = (
                 {(int(n), int(m)): float(seconds) for n, row in facts.get(name, {}).items()
                  for m, seconds in row.items()} for name in TABLES)
-            host, host_request, read = (float(facts.get(name, 0)) for name in ("host", "host_request", "read"))
             return cls(packed, rectangular, int(facts.get("depth", 0)), packed_slope, rectangular_slope, draft,
-                       host, host_request, read, dict(facts.get("about", {})))
+                       **{name: float(facts.get(name, 0)) for name in SECONDS}, about=dict(facts.get("about", {})))
         except (AttributeError, TypeError, ValueError, OverflowError) as error:
             if isinstance(error, FormatError):
                 raise
@@ -209,9 +215,9 @@ class CostGrid:
         return seconds + slope * self._further(layout, depths) if depths and slope else seconds
 
     def _further(self, layout: str, depths: Sequence[int]) -> float:
-        """Positions beyond the grid's: packed attention reads each owner's keys, rectangular as many for all as for
-        the deepest."""
-        return (sum(depths) / len(depths) if layout == PACKED else max(depths)) - self.depth
+        """Positions beyond the grid's (shallower requests are priced like it): packed attention reads each owner's
+        keys, rectangular as many for all as for the deepest."""
+        return max(0.0, (sum(depths) / len(depths) if layout == PACKED else max(depths)) - self.depth)
 
     def _prices(self, layout: str, requests: int, most: int, depths: Sequence[int]) -> Sequence[float]:
         if layout not in self.layouts:

@@ -85,7 +85,7 @@ def replay_load(policy: BatchPolicy, contents: Sequence[Content], grid: CostGrid
         widths = [plan.drafts[line.request] + 1 for line in lines]
         proposing = [line.proposed for line in asked if line.proposed]
         seconds += (grid.verify(plan.layout, widths) + grid.drafting(len(proposing), max(proposing, default=0))
-                    + grid.around(requests) + grid.read * reads)
+                    + grid.around(requests) + grid.reading(requests) * reads)
         tokens, rows = tokens + sum(accepted) + requests, rows + sum(widths)
         drafted, packed = drafted + len(proposing), packed + (plan.layout == PACKED)
         policy.learn({

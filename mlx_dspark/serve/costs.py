@@ -7,10 +7,9 @@ points each, and what lies between them is priced like the next larger one.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,7 +19,7 @@ from ..decode import DecodeOptions, Run
 from ..draft import propose_many
 from ..profile import REPEATS, Timing, evened, timed
 from ..sampling import make_rule
-from ..schedule.batch import make_batch_policy
+from ..schedule.batch import BatchFixed
 from ..schedule.cost import CostCurve
 from ..schedule.grid import PACKED, RECTANGULAR, CostGrid
 from ..structs import KVOptions, Sampling
@@ -30,9 +29,11 @@ from .packed import LAYOUTS, can_be_rectangular, forward_many
 if TYPE_CHECKING:
     from ..load import Pair
 
-FAR = 2048  # positions: all requests are that deep at once, and their caches must fit
+# Positions. Prices below NEAR are those of NEAR, and at FAR all requests are that deep at once: their caches must fit.
+NEAR, FAR = 256, 2048
 SHORT_SECONDS = 2.0  # of model time for one count of requests
 DRAFT = "draft"
+SHALLOW = 64  # positions where rounds are compared with their forwards
 HOST_ROUNDS = 16
 PROMPT = (0, 0)
 
@@ -78,8 +79,7 @@ def measure_grid(
     """The cost grid of a machine.
 
     begin(requests, depth): what is timed. requests: the counts. depths: near and far; `short` measures near only,
-    fewer rows, and as often as two seconds allow. curve: of one request, for host and read, which are not
-    measured again.
+    fewer rows, and as often as two seconds allow. curve: of one request, for host and read.
     """
     near, far = depths
     tables: dict[str, dict[tuple[int, int], float]] = {}
@@ -95,41 +95,68 @@ def measure_grid(
     about = {**curve.about, "measured": time.strftime("%Y-%m-%d %H:%M:%S"), "short": short}
     return CostGrid(
         tables[PACKED], tables.get(RECTANGULAR, {}), near, tables.get(f"{PACKED}_slope", {}),
-        tables.get(f"{RECTANGULAR}_slope", {}), tables.get(DRAFT, {}), curve.host, 0.0, curve.read, about)
+        tables.get(f"{RECTANGULAR}_slope", {}), tables.get(DRAFT, {}), curve.host, read=curve.read, about=about)
 
 
-def host_seconds(pair: Pair, requests: int) -> float:
-    """Seconds that a plain round takes for each request beside its forward: judging, committing, reading.
+@dataclass(frozen=True)
+class Around:
+    """What rounds of so many requests take beside the forwards, in seconds; measured in the real loop.
 
-    Rounds of the real loop less the forwards they run, over the same caches.
+    host: of a plain round. drafting: all that the proposal of a whole block adds, judging more rows and copying
+    contexts included. read: what a look at the confidences adds.
     """
-    rule = make_rule(Sampling())
-    batch = Batch(pair, make_batch_policy("plain", 0, False))
-    members = [Member(number, Run(pair, PROMPT, DecodeOptions(rule, Follows("plain", False))), PROMPT, None)
-               for number in range(requests)]
-    for member in members:
+
+    host: float
+    drafting: float = 0.0
+    read: float = 0.0
+
+
+def measure_around(pair: Pair, requests: int, short: bool = False) -> Around:
+    """Rounds of the real loop less the forwards they run."""
+    together, widest = Together(pair, requests, SHALLOW), 1 if pair.draft is None else pair.draft.gamma + 1
+    loop = partial(_rounds, pair, requests)
+    works = {
+        "plain": loop(BatchFixed(0, "plain")),
+        "narrow": partial(together.verify, PACKED, [1] * requests),
+        **({} if pair.draft is None else {
+            "drafted": loop(BatchFixed(widest - 1, "fixed")),
+            "wide": partial(together.verify, PACKED, [widest] * requests),
+        }),
+        **({} if pair.draft is None or not pair.draft.has_confidence else {
+            "looked": loop(BatchFixed(widest - 1, "fixed", reads_confidence=True)),
+        }),
+    }
+    times = timed(works, HOST_ROUNDS, SHORT_SECONDS if short else None, lambda text: None)
+    seconds = {what: timing.median for what, timing in times.items()}
+    host = max(0.0, seconds["plain"] - seconds["narrow"])
+    if pair.draft is None:
+        return Around(host)
+    drafting = max(0.0, seconds["drafted"] - seconds["wide"] - host)
+    return Around(host, drafting, max(0.0, seconds.get("looked", 0.0) - seconds["drafted"]))
+
+
+def _rounds(pair: Pair, requests: int, policy: BatchFixed) -> Callable[[], Any]:
+    """A round of the real loop, every time it is called."""
+    batch, rule = Batch(pair, policy), make_rule(Sampling())
+    for number in range(requests):
+        run = Run(pair, PROMPT, DecodeOptions(rule, Follows(policy.name, False)))
+        member = Member(number, run, PROMPT, None)
         *_, flight = member.steps
         batch.join(member, flight)
-    rounds = _median(batch.step)
-    caches = [member.run.cache for member in members]
-    tokens = [mx.zeros((1, 1), dtype=mx.int32)] * requests
-
-    def forward() -> None:
-        mx.eval([one.logits for one in forward_many(pair.target, tokens, caches)])
-        for cache in caches:
-            cache.advance(1, 0 if cache.full else 1)
-
-    return max(0.0, rounds - _median(forward)) / requests
+    batch.step()
+    return batch.step
 
 
-def _median(work: Callable[[], Any]) -> float:
-    """Median seconds of many runs, the first two left out."""
-    seconds = []
-    for _ in range(HOST_ROUNDS + 2):
-        since = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - since)
-    return statistics.median(seconds[2:])
+def with_around(grid: CostGrid, requests: int, around: Around) -> CostGrid:
+    """The grid with what was measured around the forwards of so many requests, spread over them."""
+    slots = max((slots for _, slots in grid.draft), default=0)
+    more = (around.drafting - grid.drafting(requests, slots)) / requests if around.drafting else 0.0
+    return replace(
+        grid,
+        draft={(n, m): max(0.0, seconds + n * more) for (n, m), seconds in grid.draft.items()},
+        host_request=max(0.0, around.host - grid.host) / requests,
+        read_request=max(0.0, around.read - grid.read) / requests,
+    )
 
 
 def packed_rows(requests: int, widest: int, short: bool = False) -> list[int]:
