@@ -27,7 +27,7 @@ def test_an_unmeasured_row_count_costs_like_the_next_larger(rows, seconds):
     [
         pytest.param(1, 1512, 1.1, id="deeper"),
         pytest.param(2, 1512, 1.3, id="own-slope"),
-        pytest.param(1, 12, 0.95, id="shallower"),
+        pytest.param(1, 12, 1.0, id="shallower-is-not-extrapolated"),
         pytest.param(3, 1512, 1.4, id="no-slope"),
         pytest.param(8, 1512, 2.6, id="negative-slope-is-noise"),
     ],

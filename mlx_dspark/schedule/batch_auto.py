@@ -27,6 +27,7 @@ from .parking import PROBE, STAKE, WARM_UP, Mean, Odds, Parking, hoped
 from .ranking import Survivals, climb, search, survivals
 from .rate import Calibrate, RunRate
 
+SOME = 4  # rounds: while nobody looks, one in so many is judged
 FAMILIAR = 8  # rounds after which a request's own insight counts as much as everybody's
 
 
@@ -60,6 +61,7 @@ class BatchAuto(ByCost):
         self._insights: dict[Hashable, Insight] = {}
         self._fresh: dict[Hashable, bool] = {}  # whose forecast has learned since the last decision; by a probe?
         self._reads = self._looked = True  # in the present round; in the last one that drafted
+        self._unjudged = 0  # rounds since looking was last judged
         self.tokens, self.lead = 0, 0.0  # committed, and how many more than plain decoding in the same seconds
 
     @property
@@ -150,6 +152,7 @@ class BatchAuto(ByCost):
         for request, value in values.items():
             parking = self._parking[request]
             if value > 0:
+                parking.follow = False
                 warm = self.known[request].forecast.rounds >= WARM_UP
                 parking.draft("drafting pays" if warm else "warming up")
             elif parking.follow:
@@ -214,7 +217,7 @@ class BatchAuto(ByCost):
 
         Each request's gain pays for its own rows; what the seconds of the two plans differ besides is shared.
         """
-        if not seen:
+        if not seen or not self._worth_judging(rounds, seen):
             return
         for request in seen:
             self.known[request].forecast.age = rounds[request].index - self.known[request].observed
@@ -240,6 +243,13 @@ class BatchAuto(ByCost):
                 for insight in (load.insight, self._insights[request]):
                     insight[forecast.high].add(gained - (sum(own[:b]) - row * b) - shared)
             self._parking[request].follow = rounds[request].schedule.reason == PROBE and gained > proposal
+
+    def _worth_judging(self, rounds: Mapping[Hashable, Round], seen: Mapping[Hashable, Sequence[float]]) -> bool:
+        """Judging takes the host as long as looking: where nobody looks and nobody probed, some rounds will do."""
+        self._unjudged += 1
+        if self._looked or self._unjudged >= SOME or any(rounds[own].schedule.reason == PROBE for own in seen):
+            self._unjudged = 0
+        return not self._unjudged
 
     def _insight(self, request: Hashable, load: Load) -> float | None:
         """What looking into this request is worth, None before anything was learned."""
@@ -297,7 +307,7 @@ class _Ahead:
     ):
         self._rows, self._confidences, self._forecasts = rows, confidences, forecasts
         self._prices, self._price = prices, price
-        self._by_width = prices.rectangular[-1] < math.inf
+        self._by_width = prices.by_width
         self._closed: set[int] = set()
         self._refused = False  # the slot before this one
         self._tails: dict[tuple[int, int], list[tuple[float, int]]] = {}

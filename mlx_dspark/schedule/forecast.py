@@ -83,4 +83,4 @@ class Forecast:
 
 
 def _clip(confidence: float) -> float:
-    return min(0.99, max(0.01, confidence))
+    return confidence if 0.01 < confidence < 0.99 else min(0.99, max(0.01, confidence))

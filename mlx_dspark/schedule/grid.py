@@ -36,6 +36,11 @@ class Prices:
     packed: Sequence[float]
     rectangular: Sequence[float]
 
+    @property
+    def by_width(self) -> bool:
+        """Whether rectangles may be run."""
+        return self.rectangular[-1] < math.inf
+
     def seconds(self, further: int, widest: int) -> float:
         """Of the cheaper layout."""
         return min(self.packed[further], self.rectangular[widest])
@@ -92,7 +97,7 @@ class CostGrid:
                 if plain not in getattr(self, layout):
                     raise FormatError(f"a cost grid lacks {layout}[{plain}], a plain round: measure it again")
 
-    @property
+    @cached_property
     def layouts(self) -> tuple[str, ...]:
         """Those that were measured."""
         return tuple(layout for layout in LAYOUTS if getattr(self, layout))

@@ -50,14 +50,16 @@ def search(rows: Survivals, taken: Sequence[int], prices: Prices, worth: Worth) 
     further, widest = sum(taken), max(taken, default=0)
     best, found = worth(0.0, prices.seconds(further, widest)), (0, 0)
     order = ranked(rows)
-    tokens, reach = 0.0, widest
+    tokens, reach, packed, rectangular = 0.0, widest, prices.packed, prices.rectangular
     for count, (survival, slot, _) in enumerate(order, start=1):
         tokens -= survival
-        reach = max(reach, slot)
-        value = worth(tokens, prices.seconds(further + count, reach))
+        if slot > reach:
+            reach = slot
+        seconds, by_width = packed[further + count], rectangular[reach]
+        value = worth(tokens, seconds if seconds < by_width else by_width)
         if value > best:
             best, found = value, (count, 0)
-    rectangle = _best_rectangle(rows, taken, prices, worth)
+    rectangle = _best_rectangle(rows, taken, prices, worth) if prices.by_width else (best, 0)
     if rectangle[0] > best:
         found = (0, rectangle[1])
     if found[1]:

@@ -31,7 +31,7 @@ class Refinement:
     def __call__(self, confidences: Sequence[float]) -> tuple[float, ...]:
         """Corrected confidences; each from itself and past rounds alone."""
         scale = self.scale
-        return tuple(_sigmoid(scale * _logit(confidence)) for confidence in confidences)
+        return tuple(1 / (1 + (1 / _inner(confidence) - 1) ** scale) for confidence in confidences)
 
     def learn(self, confidences: Sequence[float], accepted: int, verified: int) -> None:
         """Take in a finished round: slots up to the first rejection were judged, later ones were not."""
@@ -48,8 +48,11 @@ class Refinement:
 
 
 def _logit(confidence: float) -> float:
-    inner = max(CLAMP, min(1 - CLAMP, confidence))
-    return math.log(inner / (1 - inner))
+    return -math.log(1 / _inner(confidence) - 1)
+
+
+def _inner(confidence: float) -> float:
+    return confidence if CLAMP < confidence < 1 - CLAMP else max(CLAMP, min(1 - CLAMP, confidence))
 
 
 def _sigmoid(logit: float) -> float:
