@@ -161,7 +161,7 @@ def test_real_requests_are_measured(monkeypatch):
 
 
 def test_rounds_are_priced_beside_their_forwards(monkeypatch):
-    """By a clock that a round moves by three, a row by one, a forward by ten, a proposal by two and a look by a half."""
+    """By a clock: a round takes three, a forward ten and one a row, a proposal two, a look a half."""
     now, pair = [0.0], embedded_pair()
     monkeypatch.setattr(profile.time, "perf_counter", lambda: now[0])
 

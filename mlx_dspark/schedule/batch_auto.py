@@ -13,7 +13,6 @@ share of the batched proposal. The others are parked one by one, and probe as a 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
