@@ -25,7 +25,7 @@ ASSETS = mlx_dspark/assets/tiny
 .PHONY: demo test lint tiny tiny-heads clean clean-tiny
 
 demo: $(VENV)/installed
-	$(RUN) -m mlx_dspark.generate --stats --max-tokens 90 --prompt ".. function:: open(path, mode)"
+	$(RUN) -m mlx_dspark.generate --stats --prompt "Write a Python function that adds two numbers."
 
 test: $(VENV)/installed
 	$(RUN) -m pytest
