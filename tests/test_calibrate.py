@@ -108,7 +108,7 @@ def test_the_table_says_when_temperatures_do_not_help(held_out, said):
         return [SlotMetrics(0, 9, error, 0.6, 0.2, 0.5, 0.5, ())]
 
     result = Calibration((1.5,), slots(0.2), slots(0.0), slots(held_out))
-    text = _report(result, Collected((landed([0.5], 1),), (0,)), 1.0, Path("file.json"))
+    text = _report(result, Collected((landed([0.5], 1),), (0,)), (1.0,), Path("file.json"))
     assert ("do not help: collect more rounds" in text) == said
 
 
