@@ -17,7 +17,8 @@ TINY_RUN = PYTHONPATH=examples $(RUN) -m
 TINY_BUDGET = --minutes 170
 TINY_DRAFT = --layers 1 --rank 48 --taps 1,2,4 --anchors 64 --columns 256
 TINY_FIRST = --max-length 256 --batch 8 --lr 2e-3 --steps 4000 --seed 1
-TINY_LAST = --max-length 384 --batch 6 --lr 1e-3 --steps 700 --seed 2
+TINY_SECOND = --max-length 384 --batch 6 --lr 1e-3 --steps 700 --seed 2
+TINY_LAST = --max-length 384 --batch 6 --lr 1e-3 --steps 1200 --seed 3
 TINY_HEADS = --steps 400
 TINY_DOCS =
 ASSETS = mlx_dspark/assets/tiny
@@ -25,7 +26,7 @@ ASSETS = mlx_dspark/assets/tiny
 .PHONY: demo test lint tiny tiny-heads clean clean-tiny
 
 demo: $(VENV)/installed
-	$(RUN) -m mlx_dspark.generate --stats --max-tokens 90 --prompt ".. function:: open(path, mode)"
+	$(RUN) -m mlx_dspark.generate --stats --prompt "Write a Python function that adds two numbers."
 
 test: $(VENV)/installed
 	$(RUN) -m pytest
@@ -34,7 +35,7 @@ lint: $(VENV)/installed
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 
-# A finished step is not repeated and the two trainings continue from their checkpoints; make clean-tiny begins anew.
+# A finished step is not repeated and the trainings continue from their checkpoints; make clean-tiny begins anew.
 tiny: $(TINY)/temperatures.json
 	$(TINY_RUN) tiny.install --out $(TINY) --assets $(ASSETS)
 
@@ -63,22 +64,31 @@ $(TINY)/own.done: $(TINY)/target.done
 	$(TINY_RUN) tiny.own --out $(TINY) --count 2000
 	@touch $@
 
-# Then it goes on with texts of the target's own, and one in ten of the others.
-$(TINY)/draft.done: $(TINY)/first.done $(TINY)/own.done
-	head -n 1600 $(TINY)/own.jsonl > $(TINY)/draft-own.jsonl
-	awk 'NR % 10 == 1' $(TINY)/corpus/code.train.jsonl > $(TINY)/draft-code.jsonl
-	awk 'NR % 10 == 1' $(TINY)/corpus/docs.train.jsonl > $(TINY)/draft-docs.jsonl
-	$(RUN) -m mlx_dspark.train --model $(TINY)/target --out $(TINY)/draft --start $(TINY)/first \
-		$(foreach kind,own code docs,--data $(TINY)/draft-$(kind).jsonl) $(TINY_DRAFT) $(TINY_LAST) \
-		$(if $(wildcard $(TINY)/draft/training_state.safetensors),--resume)
+# Then it goes on, twice, with texts of the target's own and one in ten of the others.
+$(TINY)/second.done: $(TINY)/first.done $(TINY)/own.done
+	$(call tiny_go_on,first,second,1600,1,$(TINY_SECOND))
 	@touch $@
+
+$(TINY)/draft.done: $(TINY)/second.done
+	$(call tiny_go_on,second,draft,1700,2,$(TINY_LAST))
+	@touch $@
+
+# The draft before, the draft after, how many of the target's own texts, which tenth of the others, settings.
+define tiny_go_on
+head -n $(3) $(TINY)/own.jsonl > $(TINY)/$(2)-own.jsonl
+awk 'NR % 10 == $(4)' $(TINY)/corpus/code.train.jsonl > $(TINY)/$(2)-code.jsonl
+awk 'NR % 10 == $(4)' $(TINY)/corpus/docs.train.jsonl > $(TINY)/$(2)-docs.jsonl
+$(RUN) -m mlx_dspark.train --model $(TINY)/target --out $(TINY)/$(2) --start $(TINY)/$(1) \
+	$(foreach kind,own code docs,--data $(TINY)/$(2)-$(kind).jsonl) $(TINY_DRAFT) $(5) \
+	$(if $(wildcard $(TINY)/$(2)/training_state.safetensors),--resume)
+endef
 
 $(TINY)/temperatures.json: $(TINY)/draft.done
 	rm -rf $(TINY)/packed/draft
 	$(RUN) -m mlx_dspark.convert --draft $(TINY)/draft --target $(TINY)/target --mlx-path $(TINY)/packed/draft \
 		-q --q-group-size 32
 	$(RUN) -m mlx_dspark.calibrate --model $(TINY)/packed/target --draft $(TINY)/packed/draft \
-		--data $(TINY)/calibration.jsonl --rounds 4000 --list-only > $(TINY)/temperatures.partial
+		--data $(TINY)/calibration.jsonl --rounds 4000 --temp 0 --temp 1 --list-only > $(TINY)/temperatures.partial
 	mv $(TINY)/temperatures.partial $@
 
 tiny-heads: $(TINY)/first.done

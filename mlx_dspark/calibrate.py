@@ -79,6 +79,17 @@ def collect(
     return Collected(kept, numbers)
 
 
+def collect_at(
+    pair: Pair, prompts: Sequence[Sequence[int]], rounds: int, temperatures: Sequence[float], max_tokens: int = 128,
+    seed: int = 0, progress: Callable[[str], None] = lambda text: None,
+) -> Collected:
+    """`collect` with an equal share of the rounds at each temperature."""
+    share = -(-rounds // len(temperatures))
+    parts = [collect(pair, prompts, share, temperature, max_tokens, seed, progress) for temperature in temperatures]
+    return Collected(tuple(landed for part in parts for landed in part.rounds),
+                     tuple(number for part in parts for number in part.prompts))
+
+
 def labelled(collected: Collected, gamma: int) -> Rounds:
     """The rounds with what is known of each: slots proposed late in a text, or cut by a stop, count as unseen."""
     import numpy as np
@@ -155,7 +166,8 @@ def _part(rounds: Rounds, chosen: np.ndarray) -> Rounds:
 @click.option("--data", type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="JSONL with ids, prompt, turns or conversations. Default: held-out texts of the small pair.")
 @click.option("--rounds", type=click.IntRange(1), default=2000, help="How many rounds to collect.")
-@click.option("--temp", "--temperature", "temperature", type=float, default=1.0, help="0 or below is greedy.")
+@click.option("--temp", "--temperature", "temperatures", type=float, multiple=True, default=(1.0,), show_default="1",
+              help="0 or below is greedy. Given several times, each gets an equal share of the rounds.")
 @click.option("-m", "--max-tokens", type=click.IntRange(2), default=128, help="Per prompt and pass.")
 @click.option("--seed", type=click.IntRange(0), default=0)
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path),
@@ -166,7 +178,7 @@ def _part(rounds: Rounds, chosen: np.ndarray) -> Rounds:
               help="Draw the reliability diagram: .png or .svg.")
 @run_command
 def command(
-    data: Path | None, rounds: int, temperature: float, max_tokens: int, seed: int, output: Path | None,
+    data: Path | None, rounds: int, temperatures: tuple[float, ...], max_tokens: int, seed: int, output: Path | None,
     list_only: bool, record: str | None, plot: Path | None, **pair_fields: Any,
 ) -> None:
     """Fit the draft's confidences to what this target accepts, and store the temperatures.
@@ -183,14 +195,14 @@ def command(
         pair = open_pair(notes, **pair_fields)
         _require_confidence(pair)
         data, prompts = _prompts(data, pair)
-        collected = collect(pair, prompts, rounds, temperature, max_tokens, seed, notes.progress)
+        collected = collect_at(pair, prompts, rounds, temperatures, max_tokens, seed, notes.progress)
         if file is not None:
             _write_record(file, collected, pair)
     result = fit(labelled(collected, pair.draft.gamma), collected.prompts)
     document = {"temperatures": list(result.temperatures),
-                "provenance": _provenance(result, collected, pair, data.name, temperature, seed)}
+                "provenance": _provenance(result, collected, pair, data.name, temperatures, seed)}
     stored = _store(document, output, pair)
-    click.echo(json.dumps(document["temperatures"]) if list_only else _report(result, collected, temperature, stored))
+    click.echo(json.dumps(document["temperatures"]) if list_only else _report(result, collected, temperatures, stored))
     if len(collected.rounds) < FEW_ROUNDS:
         notes.say(f"{len(collected.rounds)} rounds are few, temperatures follow noise: raise --rounds or --max-tokens")
     if plot is not None:
@@ -212,7 +224,7 @@ def _write_record(file: IO[str], collected: Collected, pair: Pair) -> None:
 
 
 def _provenance(
-    result: Calibration, collected: Collected, pair: Pair, data: str, temperature: float, seed: int
+    result: Calibration, collected: Collected, pair: Pair, data: str, temperatures: Sequence[float], seed: int
 ) -> dict[str, Any]:
     from .backend import machine
     from .store import pair_key
@@ -227,7 +239,7 @@ def _provenance(
         "prompts": len(set(collected.prompts)),
         "rounds": len(collected.rounds),
         "tau": round(collected.tau, 4),
-        "temperature": temperature,
+        "temperature": temperatures[0] if len(temperatures) == 1 else list(temperatures),
         "seed": seed,
         "count": [slot.count for slot in result.before],
         "ece": {name: slots and [_rounded(slot.ece) for slot in slots] for name, slots in told.items()},
@@ -242,7 +254,7 @@ def _store(document: dict[str, Any], output: Path | None, pair: Pair) -> Path:
     return write_json(output or calibration_path(pair), document)
 
 
-def _report(result: Calibration, collected: Collected, temperature: float, stored: Path) -> str:
+def _report(result: Calibration, collected: Collected, temperatures: Sequence[float], stored: Path) -> str:
     lines = [["slot", "count", "ECE", "fitted", "held out", "AUC", "temperature"]]
     held_out = result.held_out or [None] * len(result.before)
     for slot, after, held, fitted in zip(result.before, result.after, held_out, result.temperatures, strict=True):
@@ -255,7 +267,8 @@ def _report(result: Calibration, collected: Collected, temperature: float, store
     prompts = len(set(collected.prompts))
     if means[2] >= means[0]:
         table += "\n\nOn prompts they were not fitted on these temperatures do not help: collect more rounds."
-    return (f"{len(collected.rounds)} rounds of {prompts} prompt{'s' * (prompts > 1)} at temperature {temperature:g}, "
+    return (f"{len(collected.rounds)} rounds of {prompts} prompt{'s' * (prompts > 1)} at temperature "
+            f"{' and '.join(f'{temperature:g}' for temperature in temperatures)}, "
             f"tau {collected.tau:.2f}\n\n{table}\n\nstored in {stored}")
 
 

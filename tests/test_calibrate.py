@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 from helpers import embedded_pair, golden_pair, pair_of, prompt_of, random_tokens, refused, tiny_model
 
-from mlx_dspark.calibrate import Calibration, Collected, _report, collect, command, fit, labelled
+from mlx_dspark.calibrate import Calibration, Collected, _report, collect, collect_at, command, fit, labelled
 from mlx_dspark.errors import FormatError
 from mlx_dspark.load import encode_prompt
 from mlx_dspark.record import read_recording
@@ -108,7 +108,7 @@ def test_the_table_says_when_temperatures_do_not_help(held_out, said):
         return [SlotMetrics(0, 9, error, 0.6, 0.2, 0.5, 0.5, ())]
 
     result = Calibration((1.5,), slots(0.2), slots(0.0), slots(held_out))
-    text = _report(result, Collected((landed([0.5], 1),), (0,)), 1.0, Path("file.json"))
+    text = _report(result, Collected((landed([0.5], 1),), (0,)), (1.0,), Path("file.json"))
     assert ("do not help: collect more rounds" in text) == said
 
 
@@ -142,6 +142,14 @@ def test_the_seed_decides():
 def test_greedy_prompts_are_read_once():
     collected = collect(golden_pair(), [prompt_of("golden", 8)], 1000, temperature=0, max_tokens=10)
     assert sum(len(found.tokens) for found in collected.rounds) == 9  # the tenth is that of the prefill
+
+
+def test_every_temperature_gets_its_share():
+    prompts = [prompt_of("golden", 8), prompt_of("golden", 9)]
+    both = collect_at(golden_pair(), prompts, 9, (0, 1.0), max_tokens=20, seed=5)
+    greedy, sampled = (collect(golden_pair(), prompts, 5, t, max_tokens=20, seed=5) for t in (0, 1.0))
+    assert [r.tokens for r in both.rounds] == [r.tokens for r in (*greedy.rounds, *sampled.rounds)]
+    assert both.prompts == greedy.prompts + sampled.prompts
 
 
 def test_prompts_that_fill_the_context_are_passed_over():

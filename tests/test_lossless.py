@@ -169,7 +169,7 @@ def test_quantised_kv_changes_the_text(kind):
 PENALTIES = {
     "repetition": {"repetition_penalty": 1.3},
     "presence": {"presence_penalty": 3.0},
-    "frequency": {"frequency_penalty": 2.0, "frequency_context_size": 7},
+    "frequency": {"frequency_penalty": 4.0, "frequency_context_size": 16},
     "bias": {},
     "all": {"repetition_penalty": 1.3, "presence_penalty": 1.0, "frequency_penalty": 0.5},
 }

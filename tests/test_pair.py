@@ -9,7 +9,7 @@ import pytest
 
 from mlx_dspark.load import ASSETS
 
-MEASURED = {"code": 2.93, "docs": 2.74}  # the reference code on the bf16 weights, fixed block of 7
+MEASURED = {"code": 3.00, "docs": 2.08, "chat": 5.84}  # the draft before it was quantised, fixed block of 7
 
 SCRIPT = """
 import json, sys
@@ -31,7 +31,7 @@ for line in open(ASSETS / "heldout.jsonl"):
 """
 
 
-def test_greedy_tau_is_that_of_the_reference_within_two_percent():
+def test_greedy_tau_is_that_of_the_whole_weights_within_two_percent():
     # In a process of its own: with OpenBLAS, where there is one, it takes a quarter of the time.
     run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True,
                          env={**os.environ, "MLX_DSPARK_BLAS": "auto"})
