@@ -87,11 +87,16 @@ def greedy(prompts=PROMPTS, **fields):
     return [Request(tuple(prompt), **{"max_tokens": COUNT, **fields}) for prompt in prompts]
 
 
+@pytest.fixture(scope="module")
+def answers(pair):
+    """What plain decoding answers to `greedy()`, each request alone."""
+    return [alone(pair, request) for request in greedy()]
+
+
 @pytest.mark.parametrize("layout", ["packed", "rectangular"])
 @pytest.mark.parametrize("policy", ["plain", "fixed", "fixed:2", "paper", "search", "lagged", "auto"])
-def test_greedy_answers_are_those_of_plain_decoding(pair, policy, layout):
-    wanted = [alone(pair, request) for request in greedy()]
-    assert serve(pair, greedy(), policy=policy, layout=layout, max_requests=3) == wanted
+def test_greedy_answers_are_those_of_plain_decoding(pair, answers, policy, layout):
+    assert serve(pair, greedy(), policy=policy, layout=layout, max_requests=3) == answers
 
 
 @pytest.mark.parametrize("name", ["qwen3_dspark_gated", "qwen3_dspark_rnn", "qwen3_eagle3", "gemma4_dspark_vanilla"])
@@ -158,13 +163,13 @@ def test_a_policy_of_its_own_is_told_its_own_reasons(pair):
         (r.rows, r.proposed, r.schedule.reason) for r in alone_rounds]
 
 
-def test_stop_tokens_end_a_text_and_nothing_follows(pair):
-    wanted = alone(pair, greedy()[1])[1]
+def test_stop_tokens_end_a_text_and_nothing_follows(pair, answers):
+    wanted = answers[1][1]
     stopping = lettered(pair, stop_ids=[wanted[7]])
     first = wanted.index(wanted[7])
-    answers = serve(stopping, greedy(), policy="fixed")
-    assert answers[1][1] == wanted[: first + 1] and answers[1][3] == "stop"
-    assert answers == [alone(stopping, request) for request in greedy()]
+    got = serve(stopping, greedy(), policy="fixed")
+    assert got[1][1] == wanted[: first + 1] and got[1][3] == "stop"
+    assert got == [alone(stopping, request) for request in greedy()]
 
 
 def test_unseeded_samples_have_the_targets_distribution(pair):
@@ -217,15 +222,14 @@ def test_a_long_prompt_never_stalls_the_others_for_more_than_a_chunk(pair, monke
     assert all("round" in part for part in between[:-1])
 
 
-def test_a_client_that_leaves_is_evicted_and_only_it(pair):
-    wanted = [alone(pair, request) for request in greedy()]
+def test_a_client_that_leaves_is_evicted_and_only_it(pair, answers):
     with Engine(pair, EngineOptions(policy="fixed", prefill_step=4)) as serving:
         leaving = serving.submit(Request(tuple(TEXT[:9]), 400))
         streams = [serving.submit(request) for request in greedy()]
         chunks = iter(leaving)
         next(chunks)
         leaving.cancel()
-        assert [collected(stream) for stream in streams] == wanted
+        assert [collected(stream) for stream in streams] == answers
         *_, last = chunks
     assert last.finish_reason == "cancelled" and last.stats.generated_tokens < 400
 
@@ -256,8 +260,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers(pair):
         serving.submit(greedy()[0])
 
 
-def test_a_failure_ends_those_who_are_served_and_the_engine_goes_on(pair, monkeypatch):
-    wanted = alone(pair, greedy()[1])
+def test_a_failure_ends_those_who_are_served_and_the_engine_goes_on(pair, answers, monkeypatch):
     with Engine(pair, EngineOptions(policy="plain", prefill_step=4)) as serving:
         with monkeypatch.context() as patch:
             patch.setattr("mlx_dspark.serve.batch.forward_many", out_of_memory)
@@ -265,30 +268,30 @@ def test_a_failure_ends_those_who_are_served_and_the_engine_goes_on(pair, monkey
             for stream in streams:
                 with pytest.raises(EngineError, match="no memory left"):
                     collected(stream)
-        assert collected(serving.submit(greedy()[1])) == wanted
+        assert collected(serving.submit(greedy()[1])) == answers[1]
     assert serving.metrics().finished == {"error": 2, "length": 1}
 
 
-def test_a_request_that_cannot_begin_ends_alone(pair, monkeypatch):
+def test_a_request_that_cannot_begin_ends_alone(pair, answers, monkeypatch):
     with Engine(pair, EngineOptions(policy="plain")) as serving:
         with monkeypatch.context() as patch:
             patch.setattr("mlx_dspark.serve.engine.Run", out_of_memory)
             with pytest.raises(EngineError, match="no memory left"):
                 collected(serving.submit(greedy()[0]))
-        assert collected(serving.submit(greedy()[1])) == alone(pair, greedy()[1])
+        assert collected(serving.submit(greedy()[1])) == answers[1]
 
 
 def out_of_memory(*arguments, **options):
     raise RuntimeError("no memory left\nand a long story")
 
 
-def test_a_receiver_that_raises_leaves_alone(pair):
+def test_a_receiver_that_raises_leaves_alone(pair, answers):
     def broken(event):
         raise RuntimeError("gone")
 
     with Engine(pair, EngineOptions(policy="fixed")) as serving:
         serving.submit(Request(tuple(TEXT[:9]), 100), broken)
-        assert collected(serving.submit(greedy()[1])) == alone(pair, greedy()[1])
+        assert collected(serving.submit(greedy()[1])) == answers[1]
     assert serving.metrics().finished["cancelled"] == 1
 
 
@@ -346,8 +349,7 @@ def test_two_conversations_may_begin_alike_at_the_same_time(pair):
     assert answers == [alone(pair, request) for request in requests]
 
 
-def test_submitting_from_many_threads(pair):
-    wanted = [alone(pair, request) for request in greedy()]
+def test_submitting_from_many_threads(pair, answers):
     got = {}
 
     def client(number):
@@ -360,7 +362,7 @@ def test_submitting_from_many_threads(pair):
             thread.start()
         for thread in threads:
             thread.join()
-    assert all(got[number] == wanted[number % 5] for number in range(15))
+    assert all(got[number] == answers[number % 5] for number in range(15))
 
 
 def test_the_metrics_add_up(pair):
