@@ -1,5 +1,6 @@
 """Many requests at once: every answer is the one the request gets alone, whatever happens to the others."""
 
+import math
 import subprocess
 import sys
 import threading
@@ -100,11 +101,12 @@ def test_greedy_answers_are_those_of_plain_decoding(pair, answers, policy, layou
 
 
 @pytest.mark.parametrize("name", ["qwen3_dspark_gated", "qwen3_dspark_rnn", "qwen3_eagle3", "gemma4_dspark_vanilla"])
-def test_every_kind_of_draft(name):
+def test_every_kind_of_draft(name, answers):
     if name.startswith("gemma4"):
         pytest.importorskip("mlx_lm.models.gemma4_text")
     pair = lettered(pair_for(name))
-    assert serve(pair, greedy(), policy="fixed") == [alone(pair, request) for request in greedy()]
+    wanted = answers if name.startswith("qwen3") else [alone(pair, request) for request in greedy()]  # one target
+    assert serve(pair, greedy(), policy="fixed") == wanted
 
 
 def pair_for(name):
@@ -172,25 +174,33 @@ def test_stop_tokens_end_a_text_and_nothing_follows(pair, answers):
     assert got == [alone(stopping, request) for request in greedy()]
 
 
+def tail(count, trials, chance):
+    """The binomial probability of a count as far from the expected one, or farther, on its side."""
+    each = [math.comb(trials, k) * chance**k * (1 - chance) ** (trials - k) for k in range(trials + 1)]
+    return min(sum(each[: count + 1]), sum(each[count:]))
+
+
 def test_unseeded_samples_have_the_targets_distribution(pair):
-    """First and second tokens of many requests at once, against the target's own probabilities."""
-    prompt, many = tuple(TEXT[:6]), 400
+    """First and second tokens of many requests at once, against the target's own probabilities.
+
+    A right engine fails in less than one of a million runs; one that is greedy, halves the temperature or has one seed
+    for all requests passes in less than one of a thousand.
+    """
+    prompt, many = tuple(TEXT[:4]), 300
     logits = pair.target.forward(mx.array([prompt]), pair.target.start(KVOptions())).logits[0, -1]
     first = mx.softmax(logits).tolist()
     requests = [Request(prompt, 2, Sampling(temperature=1.0)) for _ in range(many)]
     drawn = [ids for _, ids, _, _ in serve(pair, requests, policy="fixed:2", max_requests=32, max_waiting=many,
-                                      prefix_bytes=0)]
+                                           prefix_bytes=0)]
     best = sorted(range(len(first)), key=first.__getitem__)[-3:]
     for token in best:
-        share, wanted = sum(ids[0] == token for ids in drawn) / many, first[token]
-        assert abs(share - wanted) < 4 * (wanted * (1 - wanted) / many) ** 0.5
+        assert tail(sum(ids[0] == token for ids in drawn), many, first[token]) > 1e-7
     after = best[-1]
     behind = [ids[1] for ids in drawn if ids[0] == after]
     logits = pair.target.forward(mx.array([[*prompt, after]]), pair.target.start(KVOptions())).logits[0, -1]
     second = mx.softmax(logits)
     token = int(mx.argmax(second))
-    wanted, share = second[token].item(), behind.count(token) / len(behind)
-    assert abs(share - wanted) < 4 * (wanted * (1 - wanted) / len(behind)) ** 0.5
+    assert tail(behind.count(token), len(behind), second[token].item()) > 1e-7
 
 
 class Watched:
