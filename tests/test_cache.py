@@ -1,6 +1,7 @@
 """After rejected drafts the cache equals that of a run which never saw them."""
 
 import copy
+from functools import cache
 
 import mlx.core as mx
 import pytest
@@ -52,53 +53,52 @@ class Request:
         other.cache = copy.deepcopy(self.cache)
         return other
 
-    def one_by_one(self, tokens):
-        return mx.concatenate([self.forward([token]) for token in tokens])
-
     def expect(self, logits, wanted):
         difference = mx.abs(logits - wanted).max().item()
         assert difference <= self.tolerance, f"logits differ by {difference}"
 
 
-@pytest.fixture(scope="module")
-def truth():
-    """Logits of TEXT by cache kind, decoded plainly one row at a time [120, V]."""
-    found = {}
-
-    def of(name):
-        if name not in found:
-            found[name] = Request(name).one_by_one(TEXT)
-            mx.eval(found[name])
-        return found[name]
-
-    return of
-
-
-def check_steps(start, prefix, keep, steps, wanted):
-    """Behind TEXT[:prefix] run ROWS rows of which `keep` are right and stay, then compare the steps after them."""
-    request, at = start.fork(), prefix + keep
-    request.forward([*TEXT[prefix:at], *WRONG[at : prefix + ROWS]], keep)
-    for rows in steps:
-        request.expect(request.forward(TEXT[at : at + rows]), wanted[at : at + rows])
-        at += rows
+@cache
+def plainly(name):
+    """TEXT decoded plainly, a row at a time: its logits [120, V], and the request as it was behind each of PREFIXES."""
+    request, logits, behind = Request(name), [], {}
+    for at, token in enumerate(TEXT):
+        if at in PREFIXES:
+            behind[at] = request.fork()
+        logits.append(request.forward([token]))
+    logits = mx.concatenate(logits)
+    mx.eval(logits)
+    return logits, behind
 
 
-FOLLOW = ((1, 3), (3, 1), (1, 1, 1))  # rows of the steps that follow
+def truth(name):
+    return plainly(name)[0]
+
+
+FOLLOW = {1: {3: {}, 1: {1: {}}}, 3: {1: {}}}  # rows of the steps that follow, each behind those it shares with others
+
+
+def check_steps(request, at, follow, wanted):
+    """Every way to go on behind TEXT[:at], step by step."""
+    for rows, then in follow.items():
+        other = request.fork()
+        other.expect(other.forward(TEXT[at : at + rows]), wanted[at : at + rows])
+        check_steps(other, at + rows, then, wanted)
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
 @pytest.mark.parametrize("name", MODELS)
-def test_steps_after_every_accepted_length(name, prefix, truth):
-    start = Request(name)
-    start.one_by_one(TEXT[:prefix])
+def test_steps_after_every_accepted_length(name, prefix):
+    wanted, behind = plainly(name)
     for keep in range(1, ROWS + 1):
-        for steps in FOLLOW:
-            check_steps(start, prefix, keep, steps, truth(name))
+        request, at = behind[prefix].fork(), prefix + keep
+        request.forward([*TEXT[prefix:at], *WRONG[at : prefix + ROWS]], keep)  # `keep` are right and stay
+        check_steps(request, at, FOLLOW, wanted)
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", MODELS)
-def test_random_rounds(name, seed, truth):
+def test_random_rounds(name, seed):
     """Rounds of random width and outcome, far past the window."""
     request, at = Request(name), 0
     widths = (mx.random.randint(1, 8, (len(TEXT),), key=mx.random.key(seed))).tolist()
@@ -141,7 +141,7 @@ def test_a_window_is_cut_only_right_after_a_step_of_many_rows():
 
 
 @pytest.mark.parametrize("force, rows", [(False, 1), (False, 3), (True, 1)])
-def test_mlx_lm_cannot_trim_a_full_window(force, rows, truth):
+def test_mlx_lm_cannot_trim_a_full_window(force, rows):
     """The control, and the reason for a rule of our own: mlx-lm drops nothing or, when made to, the wrong rows."""
     model = tiny_model("gemma3_text")
     cache = make_prompt_cache(model)

@@ -177,7 +177,7 @@ def test_what_has_no_confidences_is_refused(pair, remedy):
 def stored(tmp_path_factory):
     """The small pair calibrated on 40 rounds: (stdout, file, record)."""
     folder = tmp_path_factory.mktemp("calibration")
-    done = run("--rounds", 40, "-m", 24, "--record", folder / "rounds.jsonl", env={"MLX_DSPARK_CACHE": str(folder)})
+    done = run("--rounds", 40, "-m", 64, "--record", folder / "rounds.jsonl", env={"MLX_DSPARK_CACHE": str(folder)})
     assert done.exit_code == 0, done.stderr
     (path,) = (folder / "temperatures").iterdir()
     return done.stdout, path, folder / "rounds.jsonl"
@@ -237,15 +237,22 @@ def test_a_line_that_is_no_prompt_is_named(loaded, tmp_path, line, fragment):
     refused(run("--data", path, "--output", tmp_path / "t.json"), f"{path}, line 2", fragment)
 
 
-def test_list_only_prints_the_list_and_nothing_else(loaded, tmp_path):
-    done = run("--rounds", 6, "-m", 8, "--list-only", "--output", tmp_path / "deep" / "t.json")
+@pytest.fixture
+def short(tmp_path):
+    """Two prompts that are read at once."""
+    (tmp_path / "short.jsonl").write_text('{"ids": [5, 6, 7]}\n{"ids": [8, 9]}\n')
+    return tmp_path / "short.jsonl"
+
+
+def test_list_only_prints_the_list_and_nothing_else(loaded, short, tmp_path):
+    done = run("--data", short, "--rounds", 6, "-m", 8, "--list-only", "--output", tmp_path / "deep" / "t.json")
     assert done.exit_code == 0, done.stderr
     assert json.loads(done.stdout) == read_calibration(tmp_path / "deep" / "t.json")
 
 
-def test_a_reliability_diagram_is_drawn(loaded, tmp_path):
+def test_a_reliability_diagram_is_drawn(loaded, short, tmp_path):
     pytest.importorskip("matplotlib", reason="NOT TESTED, matplotlib is missing: pip install matplotlib")
-    done = run("--rounds", 6, "-m", 8, "--output", tmp_path / "t.json", "--plot", tmp_path / "r.svg")
+    done = run("--data", short, "--rounds", 6, "-m", 8, "--output", tmp_path / "t.json", "--plot", tmp_path / "r.svg")
     assert done.exit_code == 0, done.stderr
     assert ">with temperatures<" in (tmp_path / "r.svg").read_text(encoding="utf-8")
 

@@ -1,5 +1,6 @@
 """The server over real HTTP: what OpenAI's client sees, who is let in, and how streams end."""
 
+import asyncio
 import json
 import re
 import socket
@@ -11,6 +12,7 @@ import httpx2
 import openai
 import pytest
 from helpers import embedded_pair
+from pydantic import ValidationError
 from stand_in import (
     StandIn,
     chat_model,
@@ -28,7 +30,10 @@ from stand_in import (
 from mlx_dspark.generate import generate
 from mlx_dspark.serve.request import EngineError
 from mlx_dspark.server import delivery, stream
-from mlx_dspark.server.schema import ChatBody, CompletionBody
+from mlx_dspark.server.asking import chat_request, check_model, completion_request
+from mlx_dspark.server.errors import Refusal, invalid
+from mlx_dspark.server.run import bind
+from mlx_dspark.server.schema import ChatBody, CompletionBody, parse_json
 from mlx_dspark.server.security import Guard, is_loopback
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
@@ -174,16 +179,39 @@ def test_a_bad_body_is_no_server_error(small, body, status, param):
 ODD = (None, True, -1, 2**70, 1e308, 5e-324, "", "\u2028\x00", [[]], [1, "x"], {"a": {"b": []}}, [{"role": "user"}])
 
 
-@pytest.mark.parametrize("path, body, good", [("/v1/completions", CompletionBody, {"prompt": "x"}),
-                                              ("/v1/chat/completions", ChatBody, {"messages": USER})])
-def test_no_value_of_any_field_is_a_server_error(talker, path, body, good):
+def refusal_of(ask, body, document):
+    """What a document is refused with before the engine sees it; None if it is served."""
+    model = chat_model()
+    try:
+        asked = body.model_validate(parse_json(json.dumps(document).encode()))
+        check_model(model, asked)
+        ask(model, asked)
+    except ValidationError as error:
+        return invalid([{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()])
+    except Refusal as refusal:
+        return refusal
+    return None
+
+
+@pytest.mark.parametrize("path, ask, body, good", [
+    ("/v1/completions", completion_request, CompletionBody, {"prompt": "x"}),
+    ("/v1/chat/completions", chat_request, ChatBody, {"messages": USER}),
+])
+def test_no_value_of_any_field_is_a_server_error(talker, path, ask, body, good):
+    """All are tried on what reads a body; over HTTP go those that are served, and one of each field that is not."""
     with httpx2.Client(base_url=talker, timeout=60) as http:
         for name in body.model_fields:
-            for value in ODD:
-                response = http.post(path, json={**good, name: value})
-                assert response.status_code in (200, 400, 404, 422), (name, value, response.text)
-                if response.status_code == 422:
-                    assert error_of(response)["param"] == name and name in error_of(response)["message"]
+            refusals = [refusal_of(ask, body, {**good, name: value}) for value in ODD]
+            for refusal in filter(None, refusals):
+                error = json.loads(refusal.response().body)["error"]
+                assert refusal.status in (400, 404, 422), (name, error)
+                assert refusal.status != 422 or (error["param"] == name and name in error["message"])
+            refused = next((at for at, refusal in enumerate(refusals) if refusal), None)
+            for at, (value, refusal) in enumerate(zip(ODD, refusals)):
+                if refusal is None or at == refused:
+                    response = http.post(path, json={**good, name: value})
+                    assert response.status_code == (refusal.status if refusal else 200), (name, value, response.text)
+                    assert response.status_code != 422 or error_of(response)["param"] == name
 
 
 def test_a_long_prompt_is_refused_with_the_numbers(small):
@@ -472,6 +500,22 @@ def test_shutdown_tells_whom_it_could_not_serve(streamed):
         assert events_of(got[0])[-1]["error"]["code"] == "shutting_down"
     else:
         assert (got[0].status_code, error_of(got[0])["code"]) == (503, "shutting_down")
+
+
+def test_what_is_small_is_sent_at_once():
+    """Else the second part of an answer would wait for the acknowledgement of the first."""
+
+    async def sends_at_once(bound):
+        taken = asyncio.get_running_loop().create_future()
+        async with await asyncio.start_server(lambda reader, writer: taken.set_result(writer), sock=bound):
+            with socket.create_connection(bound.getsockname()):
+                writer = await taken
+                found = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                writer.close()
+        return found
+
+    with bind("127.0.0.1", 0) as bound:
+        assert asyncio.run(sends_at_once(bound))
 
 
 def test_a_mailbox_may_be_left_before_its_stream_is_known():

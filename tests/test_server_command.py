@@ -12,11 +12,12 @@ from contextlib import contextmanager
 
 import httpx2
 import pytest
-from helpers import embedded_pair
+from click.testing import CliRunner
+from helpers import embedded_pair, refused
 from load import Options, load
 
 from mlx_dspark.generate import generate
-from mlx_dspark.server.command import SMALL_PAIR, served_name
+from mlx_dspark.server.command import SMALL_PAIR, command, served_name
 
 COMMAND = [sys.executable, "-m", "mlx_dspark.server"]
 
@@ -94,37 +95,29 @@ def test_a_second_interrupt_does_not_wait():
         assert process.wait(20) == 0
 
 
-def failed(*options):
-    """The one line of a command that did not start."""
-    done = subprocess.run([*COMMAND, *options], capture_output=True, text=True, timeout=120)
-    assert done.stdout == "" and "Traceback" not in done.stderr
-    return done.returncode, done.stderr.strip().splitlines()[-1]
+@pytest.mark.parametrize(("options", "code", "fragment"), [
+    (("--host", "0.0.0.0"), 1, "--host 0.0.0.0 can be reached from other machines: give an --api-key"),
+    (("--allow-origin", "example.com"), 1, "--allow-origin example.com is not an origin"),
+    (("--api-key", ""), 1, "the API key is empty"),
+    (("--chat-template-args", "[1]"), 2, "is not a JSON object"),
+    (("--port", "0", "--model", "/nowhere"), 1, "/nowhere"),
+])
+def test_what_cannot_be_served_is_one_line(options, code, fragment):
+    refused(CliRunner().invoke(command, options), fragment, code=code)
 
 
-def test_what_cannot_be_served_is_one_line():
-    code, line = failed("--host", "0.0.0.0")
-    assert code == 1 and "--host 0.0.0.0 can be reached from other machines: give an --api-key" in line
-    code, line = failed("--allow-origin", "example.com")
-    assert code == 1 and "--allow-origin example.com is not an origin" in line
-    code, line = failed("--api-key", "")
-    assert code == 1 and "the API key is empty" in line
-    code, line = failed("--chat-template-args", "[1]")
-    assert code == 2 and "is not a JSON object" in line
-    code, line = failed("--model", "/nowhere")
-    assert code == 1 and "/nowhere" in line
+def test_a_taken_port_is_one_line_of_a_process_that_ends():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        code, line = failed("--port", str(port))
-    assert code == 1 and f"cannot listen at 127.0.0.1, port {port}" in line and "--port" in line
+        done = subprocess.run([*COMMAND, "--port", str(port)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (1, "") and "Traceback" not in done.stderr
+    (line,) = done.stderr.splitlines()
+    assert f"cannot listen at 127.0.0.1, port {port}" in line and "--port" in line
 
 
 def test_a_missing_extra_is_named(monkeypatch):
-    from click.testing import CliRunner
-
-    from mlx_dspark.server import command
-
-    monkeypatch.setattr(command, "NEEDED", ("fastapi", "nothing_of_this_name"))
-    done = CliRunner().invoke(command.command, [])
+    monkeypatch.setattr("mlx_dspark.server.command.NEEDED", ("fastapi", "nothing_of_this_name"))
+    done = CliRunner().invoke(command, [])
     assert done.exit_code == 1
     assert "the server needs nothing_of_this_name: pip install nothing_of_this_name" in done.output
 

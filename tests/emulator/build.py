@@ -99,7 +99,7 @@ def library(source: str, dialect: str, sanitize: str | None) -> Path:
 def compiled(flags: list[str], source: str) -> Path:
     """Run the compiler unless it was run with the same before. source: what it reads from standard input."""
     command = [*compiler().split(), *flags]
-    key = "\0".join([*command, source, _version(compiler()), _runtime()])
+    key = "\0".join([*command, source, _version(compiler()), _runtime()]).replace(str(RUNTIME), "")  # wherever it lies
     path = folder() / hashlib.sha256(key.encode()).hexdigest()[:24]
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder()) as own:  # two processes may do the same at once

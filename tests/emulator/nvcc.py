@@ -53,14 +53,15 @@ def nvcc_compile(kernel: Kernel, inputs: Sequence[mx.array], launch: Launch, arc
 
 def _ptxas(source: str, arch: str) -> str:
     """What ptxas says about a source; kept, for a build takes seconds."""
-    command = [nvcc(), "-std=c++17", f"-arch={arch}", "-cubin", "-Xptxas", "-v", "-I", str(INCLUDE)]
-    key = "\0".join([*command, source, _version(), *(p.read_text() for p in INCLUDE.rglob("*.cuh"))])
+    command = [nvcc(), "-std=c++17", f"-arch={arch}", "-cubin", "-Xptxas", "-v"]
+    key = "\0".join([*command, source, _version(), *(p.read_text() for p in sorted(INCLUDE.rglob("*.cuh")))])
     kept = folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.ptxas"
     if not kept.exists():
         with tempfile.TemporaryDirectory(dir=folder()) as own:
             path = Path(own) / "kernel.cu"
             path.write_text(source)
-            done = subprocess.run([*command, "-o", f"{own}/cubin", str(path)], capture_output=True, text=True)
+            done = subprocess.run([*command, "-I", str(INCLUDE), "-o", f"{own}/cubin", str(path)],
+                                  capture_output=True, text=True)
             if done.returncode:
                 raise Fault(f"compile error: {next(x for x in done.stderr.splitlines() if 'error' in x)}")
             Path(own, "said").write_text(done.stderr)
