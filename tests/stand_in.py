@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -54,9 +55,13 @@ def chat_model(**facts: Any) -> Model:
                     "context": 400, "vocab_size": embedded_pair().target.vocab_size, **facts})
 
 
+@cache
 def plain_model() -> Model:
-    """The small pair as it is: no template."""
-    return model_of(embedded_pair(), "small", Defaults())
+    """The small pair without its template."""
+    bare = copy.deepcopy(embedded_pair().tokenizer._tokenizer)
+    bare.chat_template = None
+    tokenizer = TokenizerWrapper(bare, type(embedded_pair().tokenizer._detokenizer))
+    return model_of(replace(embedded_pair(), tokenizer=tokenizer), "small", Defaults())
 
 
 Answers = Callable[[Request], Iterator[Chunk]]
