@@ -534,7 +534,7 @@ def test_a_limit_is_as_if_no_more_drafts_were_there(kind, limit):
     for seed in range(12):
         wrong = mx.arange(4) == seed % 5
         tried = mx.where(wrong, (drafts + 1) % V, drafts)
-        uniforms = mx.where(wrong, 0.999, 0.0)[None]
+        uniforms = mx.where(wrong, 1e9, 0.0)[None]
         behind = mx.concatenate([logits[:, : limit + 1], random_logits(1, 4 - limit, V, seed=seed)], axis=1)
         limits = mx.array([limit], dtype=mx.int32)
         if kind == "greedy":

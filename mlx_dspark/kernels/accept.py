@@ -194,7 +194,8 @@ MAXIMA = Kernel("accept_maxima", ("logits",), ("part_value", "part_index"), f"""
     }}
 """, HEADER)
 
-GREEDY = Kernel("accept_greedy", ("part_value", "part_index", "drafts", "limits", "rows"), ("accepted", "tokens"), f"""{PLACE}
+GREEDY = Kernel(
+    "accept_greedy", ("part_value", "part_index", "drafts", "limits", "rows"), ("accepted", "tokens"), f"""{PLACE}
     const uint ROWS = rows[0];  // not a template constant: each block length would be compiled
     {FOLD_STORAGE}
     uint run = 0;
@@ -296,6 +297,7 @@ AFTER = Kernel(
     threadgroup uint other_index[{SIMDS}];
     threadgroup float masses[{SIMDS}];
     const uint row = uint(accepted[request]);
+    const bool drafted = row < uint(limits[request]);
     float value = -INFINITY, plain = -INFINITY, mass = 0.0f;
     uint at = DS_NONE, plain_at = DS_NONE;
     for (uint step = 0; step < STEPS; ++step) {{
@@ -303,7 +305,7 @@ AFTER = Kernel(
         if (v < V) {{
             const float logit = static_cast<float>(logits[(request * ROWS + row) * V + v]);
             const float log_p = (logit - normaliser[request * 2]) * scale[0] - normaliser[request * 2 + 1];
-            const float q = row < uint(limits[request]) ? precise::exp(log_q[(request * (ROWS - 1) + row) * V + v]) : 0.0f;
+            const float q = drafted ? precise::exp(log_q[(request * (ROWS - 1) + row) * V + v]) : 0.0f;
             const float left = precise::exp(log_p) - q;
             const float gumbel = ds_gumbel(keys[request * 2], keys[request * 2 + 1], v, V);
             if (left > 0.0f) {{
