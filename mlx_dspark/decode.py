@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import mlx.core as mx
@@ -181,7 +181,7 @@ def judge(run: Run, flight: Flight, verified: Verified) -> None:
     drafted, log_q = flight.schedule.drafts, flight.proposal.log_q
     flight.taps = verified.taps
     flight.verdict = run.rule.judge(flight.inputs[:, 1:], None if log_q is None else log_q[:, :drafted],
-                                    verified.logits, run.seen, flight.judging)
+                                    verified.logits, run.seen, flight.judging, flight.limit)
     if drafted == 0:  # nothing can be rejected
         commit(run, flight, accepted=0)
         flight.settled = True
@@ -211,7 +211,7 @@ def land(run: Run, flight: Flight) -> Round:
 def settle(run: Run, flight: Flight, numbers: list[int]) -> Round:
     """Commit a round whose packed outcome has been read, and cut it at the first stop token."""
     since = time.perf_counter()
-    outcome = unpack(numbers, flight.schedule.drafts, run.options.logprobs)
+    outcome = unpack(flight, numbers, run.options.logprobs)
     if not flight.settled:
         commit(run, flight, outcome.accepted)
     kept, finish = _cut(outcome.tokens[: outcome.accepted + 1], run.options.stop_ids, flight.last)
@@ -220,12 +220,12 @@ def settle(run: Run, flight: Flight, numbers: list[int]) -> Round:
     landed = Round(
         index=flight.index,
         start=flight.start,
-        rows=0 if flight.index == 0 else flight.schedule.drafts + 1,
+        rows=0 if flight.index == 0 else len(outcome.drafts) + 1,
         proposed=flight.proposed,
         drafts=tuple(outcome.drafts),
         accepted=min(outcome.accepted, kept),
         tokens=tuple(outcome.tokens[:kept]),
-        schedule=flight.schedule,
+        schedule=replace(flight.schedule, drafts=len(outcome.drafts)),
         seconds=flight.seconds,
         logprobs=None if outcome.logprobs is None else tuple(outcome.logprobs[:kept]),
         confidences=None if confidences is None else tuple(confidences),

@@ -12,7 +12,10 @@ from .structs import Proposal, Schedule, Verdict
 
 @dataclass
 class Flight:
-    """A round that has been started. Settled: its rows are committed although its tokens are not read yet."""
+    """A round that has been started. Settled: its rows are committed although its tokens are not read yet.
+
+    limit: how many of the scheduled drafts were verified, where only the device knows.
+    """
 
     index: int
     start: int
@@ -21,6 +24,7 @@ class Flight:
     proposed: int = 0
     looks: bool = False  # the policy reads this round's confidences before verifying
     schedule: Schedule | None = None
+    limit: mx.array | None = None  # int32 [1]
     confidences: tuple[float, ...] | None = None
     inputs: mx.array | None = None  # anchor and admitted drafts [1, rows]
     taps: mx.array | None = None  # [1, rows, M*D]
@@ -33,7 +37,10 @@ class Flight:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the host reads of a round. `tokens` is only meaningful up to the one after the accepted run."""
+    """What the host reads of a round. `tokens` is only meaningful up to the one after the accepted run.
+
+    drafts: those that were verified.
+    """
 
     tokens: list[int]
     accepted: int
@@ -48,6 +55,8 @@ def pack(flight: Flight, logprobs: bool, confidences: bool) -> mx.array:
     parts = [verdict.tokens[0]]
     if drafted:
         parts += [verdict.accepted, proposal.tokens[0, :drafted]]
+    if flight.limit is not None:
+        parts.append(flight.limit)
     if logprobs:
         parts.append(mx.view(verdict.logprobs[0], mx.int32))
     if confidences and proposal.confidence_logits is not None:
@@ -55,12 +64,15 @@ def pack(flight: Flight, logprobs: bool, confidences: bool) -> mx.array:
     return mx.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
-def unpack(numbers: list[int], drafted: int, logprobs: bool) -> Outcome:
+def unpack(flight: Flight, numbers: list[int], logprobs: bool) -> Outcome:
     """The inverse of `pack`."""
+    drafted = flight.schedule.drafts
     rows = drafted + 1
     tokens, rest = numbers[:rows], numbers[rows:]
-    accepted, drafts = (rest[0], rest[1:rows]) if drafted else (0, [])
-    floats = _floats(rest[rows if drafted else 0 :])
+    accepted, drafts, rest = (rest[0], rest[1:rows], rest[rows:]) if drafted else (0, [], rest)
+    if flight.limit is not None:
+        drafts, rest = drafts[: rest[0]], rest[1:]
+    floats = _floats(rest)
     return Outcome(tokens, accepted, drafts, floats[:rows] if logprobs else None,
                    floats[rows if logprobs else 0 :] or None)
 

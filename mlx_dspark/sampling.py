@@ -52,9 +52,12 @@ class Rule(Protocol):
 
     def judge(
         self, drafts: mx.array, log_q: mx.array | None, logits: mx.array,
-        seen: mx.array | None, key: mx.array | None,
+        seen: mx.array | None, key: mx.array | None, limits: mx.array | None = None,
     ) -> Verdict:
-        """Accept a prefix of drafts [B, N] under target logits [B, N + 1, V]."""
+        """Accept a prefix of drafts [B, N] under target logits [B, N + 1, V].
+
+        limits: int32 [B], how many drafts of each were verified, where only the device knows; None for all N.
+        """
 
 
 def make_rule(sampling: Sampling, processors: Sequence[Processor] = ()) -> Rule:
@@ -137,10 +140,10 @@ class GreedyRule:
 
     def judge(
         self, drafts: mx.array, log_q: mx.array | None, logits: mx.array,
-        seen: mx.array | None, key: mx.array | None,
+        seen: mx.array | None, key: mx.array | None, limits: mx.array | None = None,
     ) -> Verdict:
         logits = _processed(self._process, logits, seen, drafts)
-        accepted, tokens = self._accept(drafts, logits)
+        accepted, tokens = self._accept(drafts, logits, limits)
         return Verdict(accepted, tokens, _logprobs(logits, tokens))
 
 
@@ -181,23 +184,23 @@ class SampledRule:
 
     def judge(
         self, drafts: mx.array, log_q: mx.array | None, logits: mx.array,
-        seen: mx.array | None, key: mx.array | None,
+        seen: mx.array | None, key: mx.array | None, limits: mx.array | None = None,
     ) -> Verdict:
         test_key, next_key = mx.random.split(key)
         return self.judge_with(drafts, log_q, logits, seen, mx.random.uniform(shape=drafts.shape, key=test_key),
-                               next_key)
+                               next_key, limits)
 
     def judge_with(
         self, drafts: mx.array, log_q: mx.array | None, logits: mx.array,
-        seen: mx.array | None, uniforms: mx.array, next_key: mx.array,
+        seen: mx.array | None, uniforms: mx.array, next_key: mx.array, limits: mx.array | None = None,
     ) -> Verdict:
         """`judge` with the accept tests' uniforms [B, N] given (for replaying recorded runs)."""
         logits = _processed(self._process, logits, seen, drafts)
         keys = next_key[None] if len(drafts) == 1 else mx.random.split(next_key, len(drafts))  # [B, 2]
         if self._accept is not None and log_q is not None:
-            accepted, tokens = self._accept(drafts, log_q, logits, self._scale, uniforms, keys)
+            accepted, tokens = self._accept(drafts, log_q, logits, self._scale, uniforms, keys, limits)
         else:
-            accepted, tokens = sampled_reference(drafts, log_q, self._shape(logits), uniforms, keys)
+            accepted, tokens = sampled_reference(drafts, log_q, self._shape(logits), uniforms, keys, limits)
         return Verdict(accepted, tokens, _logprobs(logits, tokens))
 
 

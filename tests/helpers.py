@@ -311,6 +311,30 @@ def refused(done: Result, *fragments: str, code: int = 1) -> None:
     assert all(fragment in errors[0] for fragment in fragments), done.stderr
 
 
+class Reads:
+    """Counts everything that waits for the device; async_eval does not."""
+
+    def __init__(self, monkeypatch):
+        self.count = 0
+        for name in ("tolist", "item", "__int__", "__float__", "__bool__", "__index__"):
+            self._count_calls(monkeypatch, mx.array, name)
+        for name in ("eval", "synchronize"):
+            self._count_calls(monkeypatch, mx, name)
+        for name in ("array", "asarray"):
+            self._count_calls(monkeypatch, np, name, lambda *args: args and isinstance(args[0], mx.array))
+
+    def _count_calls(self, monkeypatch, owner, name, counts=lambda *args: True):
+        original = getattr(owner, name, None)
+        if original is None:
+            return
+
+        def counted(*args, **kwargs):
+            self.count += bool(counts(*args))
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+
 TRAINING = """
 layers = 1
 rank = 8

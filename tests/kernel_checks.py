@@ -407,6 +407,14 @@ class Test:
     dtype: str = "float32"
     scale: float = 1.0
     q: str = "other"
+    limited: bool = False
+
+
+def make_limits(test: Test) -> mx.array | None:
+    """How many drafts were verified [B]: none, all, and numbers before, at and behind the wrong draft; None for all."""
+    if not test.limited:
+        return None
+    return (mx.arange(test.requests, dtype=mx.int32) // 2 + mx.arange(test.requests) % 2) % (test.slots + 1)
 
 
 def make_logits(test: Test) -> mx.array:
@@ -435,8 +443,9 @@ def check_accept_greedy(test: Test, execute: Execute) -> None:
     best = mx.argmax(logits, axis=-1).astype(mx.int32)[:, : test.slots]
     right = mx.arange(test.slots) != mx.arange(test.requests)[:, None] % (test.slots + 1)
     drafts = mx.where(right, best, (best + 1) % test.vocab)
-    accepted, tokens = accept.run_greedy(execute, drafts, logits)
-    expected = accept.greedy_reference(drafts, logits)
+    limits = make_limits(test)
+    accepted, tokens = accept.run_greedy(execute, drafts, logits, limits)
+    expected = accept.greedy_reference(drafts, logits, limits)
     equal("accepted", accepted, expected[0])
     equal("tokens", tokens, expected[1])
 
@@ -472,11 +481,12 @@ def accept_block(test: Test) -> tuple[mx.array, mx.array, mx.array, mx.array, mx
 
 def check_accept_sampled(test: Test, execute: Execute) -> None:
     drafts, log_q, logits, uniforms, keys = accept_block(test)
-    log_p = log_softmax(logits, test.scale)
-    expected = accept.sampled_reference(drafts, log_q, log_p, uniforms, keys)
-    equal("accepted of the reference", expected[0], mx.arange(test.requests) % (test.slots + 1))
+    log_p, limits = log_softmax(logits, test.scale), make_limits(test)
+    expected = accept.sampled_reference(drafts, log_q, log_p, uniforms, keys, limits)
+    passing = mx.arange(test.requests) % (test.slots + 1)
+    equal("accepted of the reference", expected[0], passing if limits is None else mx.minimum(passing, limits))
     accepted, tokens = accept.run_sampled(
-        execute, drafts, log_q, logits, mx.array([test.scale], dtype=mx.float32), uniforms, keys)
+        execute, drafts, log_q, logits, mx.array([test.scale], dtype=mx.float32), uniforms, keys, limits)
     equal("accepted", accepted, expected[0])
     equal("tokens", tokens, expected[1])
 
@@ -606,6 +616,7 @@ def wide() -> dict[str, Check]:
         "accept greedy of impossible tokens": partial(check_accept_greedy, Test(data="impossible")),
         "accept greedy without drafts": partial(check_accept_greedy, Test(slots=0)),
         "accept greedy of seven drafts": partial(check_accept_greedy, Test(slots=7, requests=8, vocab=300)),
+        "accept greedy of limited drafts": partial(check_accept_greedy, Test(requests=8, limited=True)),
         "accept greedy in two steps": partial(check_accept_greedy, Test(vocab=16_900, slots=1)),
         "accept greedy of five tokens": partial(check_accept_greedy, Test(vocab=5, requests=4)),
         "accept sampled near the limit": partial(check_accept_uniforms, Test(requests=4)),
@@ -620,6 +631,7 @@ def wide() -> dict[str, Check]:
         "accept sampled when hot": partial(check_accept_uniforms, Test(requests=4, scale=0.5, vocab=300)),
         "accept sampled without drafts": partial(check_accept_sampled, Test(slots=0)),
         "accept sampled of seven drafts": partial(check_accept_sampled, Test(slots=7, requests=8, vocab=300)),
+        "accept sampled of limited drafts": partial(check_accept_sampled, Test(requests=8, vocab=300, limited=True)),
         "accept sampled in two steps": partial(check_accept_sampled, Test(vocab=16_900, slots=1)),
         "accept sampled of three tokens": partial(check_accept_sampled, Test(vocab=3, requests=4)),
     }

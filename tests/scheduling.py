@@ -120,3 +120,21 @@ def text_distribution(width_of):
         for text, chance in given.items():
             law[text] += drafted(first, second) * chance
     return law
+
+
+# Two requests of that law
+
+TEXTS = ["".join(text) for text in itertools.product("AB", repeat=2)]
+INDEPENDENT = {(a, b): TARGET[""]["AB".index(a[0])] * TARGET[a[0]]["AB".index(a[1])]
+               * TARGET[""]["AB".index(b[0])] * TARGET[b[0]]["AB".index(b[1])] for a in TEXTS for b in TEXTS}
+
+
+def law_of_two(drafts_of_both):
+    """Exact law of both texts. drafts_of_both([(c_1, c_2), (c_1, c_2)]) decides what is verified of each."""
+    law = dict.fromkeys(INDEPENDENT, 0.0)
+    for first, second in itertools.product(TEXTS, repeat=2):
+        counts = drafts_of_both([(overlap(""), overlap(first[0])), (overlap(""), overlap(second[0]))])
+        laws = [verified_law(tokens[:count]) for tokens, count in zip((first, second), counts, strict=True)]
+        for a, b in law:
+            law[a, b] += drafted(*first) * drafted(*second) * laws[0][a] * laws[1][b]
+    return law

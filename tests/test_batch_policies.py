@@ -10,14 +10,13 @@ from scheduling import (
     APPENDIX_CURVES,
     CURVES,
     GAMMA,
-    TARGET,
-    drafted,
+    INDEPENDENT,
     landed,
+    law_of_two,
     overlap,
     survivals,
     taught,
     vectors,
-    verified_law,
 )
 
 from mlx_dspark.schedule import load as sim
@@ -128,9 +127,6 @@ def test_the_causality_tests_can_fail(text):
 
 # The paper's appendix A with two requests of the same law: the exact law of both texts, see scheduling.py.
 
-TEXTS = ["".join(text) for text in itertools.product("AB", repeat=2)]
-INDEPENDENT = {(a, b): TARGET[""]["AB".index(a[0])] * TARGET[a[0]]["AB".index(a[1])]
-               * TARGET[""]["AB".index(b[0])] * TARGET[b[0]]["AB".index(b[1])] for a in TEXTS for b in TEXTS}
 APPENDIX_GRIDS = {
     **{name: CostGrid.from_curve(curve, [2], 2) for name, curve in APPENDIX_CURVES.items()},
     "rectangular": CostGrid({}, {(2, 1): 1.0, (2, 2): 1.9, (2, 3): 2.0}),
@@ -139,17 +135,6 @@ APPENDIX_GRIDS = {
                      {(2, 1): 1.0, (2, 2): 1.6, (2, 3): 2.2}),
     "step-of-two": CostGrid({(2, n): p for n, p in zip(range(2, 7), (1, 1.7, 1.7, 2.2, 2.2), strict=True)}),
 }
-
-
-def law_of_two(drafts_of_both):
-    """Exact law of both texts. drafts_of_both([(c_1, c_2), (c_1, c_2)]) decides what is verified of each."""
-    law = dict.fromkeys(INDEPENDENT, 0.0)
-    for first, second in itertools.product(TEXTS, repeat=2):
-        counts = drafts_of_both([(overlap(""), overlap(first[0])), (overlap(""), overlap(second[0]))])
-        laws = [verified_law(tokens[:count]) for tokens, count in zip((first, second), counts, strict=True)]
-        for a, b in law:
-            law[a, b] += drafted(*first) * drafted(*second) * laws[0][a] * laws[1][b]
-    return law
 
 
 def marginal(law):
@@ -305,6 +290,44 @@ def test_the_layout_is_chosen_by_its_price(text, layout, drafts):
         assert [plan.drafts[0], plan.drafts[1]] == drafts
 
 
+@every_grid
+def test_the_production_form_fixes_the_rows_and_leaves_the_slots_to_the_device(grid):
+    """Told this round's confidences it gives as many rows as without, to the best slots."""
+    policy, rng, pool = taught_batch("lagged", grids(3)[grid], 3), random.Random(2), vectors(12, seed=3)
+    for _ in range(8):
+        here = [replace(line, proposed=rng.randint(1, GAMMA)) for line in lines(*rng.sample(pool, 3))]
+        unread, read = policy.after([replace(line, confidences=None) for line in here]), policy.after(here)
+        assert unread.layout == read.layout and unread.seconds == read.seconds
+        if unread.ranked is None:
+            assert unread.drafts == read.drafts, "what the host decides is not this round's"
+            continue
+        rows = [survivals(policy.current(line)) for line in here]
+        assert unread.layout == "packed" and unread.ranked.requests == (0, 1, 2)
+        assert unread.drafts == {line.request: line.proposed for line in here}
+        assert unread.ranked.scale == policy.refine.scale != 1
+        assert read.drafts == dict(enumerate(top(rows, unread.ranked.further)))
+
+
+@pytest.mark.parametrize(("fixed", "proposed", "price", "ranked"), [
+    pytest.param([None, None], [7, 7], 0.1, True, id="a-choice"),
+    pytest.param([None, None], [7, 7], 0.0, False, id="all-slots"),
+    pytest.param([None, None], [7, 7], 9.0, False, id="no-slot"),
+    pytest.param([None, None], [7, 0], 0.1, False, id="one-drafts"),
+    pytest.param([None, 2], [7, 2], 0.1, False, id="one-is-free"),
+])
+def test_the_host_decides_where_there_is_no_choice(fixed, proposed, price, ranked):
+    grid = CostGrid({(2, n): 1 + price * (n - 2) + (n > 9) * bool(price) for n in range(2, 17)})
+    policy = make_batch_policy("lagged", GAMMA, True, grid)
+    here = [Line(b, left=99, fixed=own) for b, own in enumerate(fixed)]
+    policy.before(here)
+    plan = policy.after([replace(line, proposed=count) for line, count in zip(here, proposed)])
+    assert (plan.ranked is not None) == ranked
+    if ranked:
+        assert plan.drafts == {0: 7, 1: 7} and 0 < plan.ranked.further < 14
+    else:
+        assert all(plan.drafts[b] <= count for b, count in enumerate(proposed))
+
+
 @every_policy
 def test_a_plan_says_what_it_expects(text):
     policy, own = taught_batch(text, grids(2)["linear"], 2), [(0.9,) * GAMMA, (0.6,) * GAMMA]
@@ -444,7 +467,7 @@ def test_without_a_confidence_head_the_block_is_verified():
 def test_what_is_read(text):
     policy = make_batch_policy(text, GAMMA, True, flat(1))
     assert isinstance(policy, BatchAuto) == (text == "auto")
-    assert policy.reads_confidence == (text in ("paper", "lagged", "auto"))
+    assert policy.reads_confidence == (text in ("paper", "auto"))
     assert policy.uses_confidence == (text in MODELLED)
 
 

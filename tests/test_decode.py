@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import golden_pair, prompt_of
+from helpers import Reads, golden_pair, prompt_of
 from mlx_lm.generate import generate_step
 
 import mlx_dspark
@@ -316,30 +316,6 @@ def test_unlimited_on_the_embedded_pair_never_leaves_the_context(pair, prompt, g
 
 
 # --- what the loop costs the host
-
-
-class Reads:
-    """Counts everything that waits for the device; async_eval does not."""
-
-    def __init__(self, monkeypatch):
-        self.count = 0
-        for name in ("tolist", "item", "__int__", "__float__", "__bool__", "__index__"):
-            self._count_calls(monkeypatch, mx.array, name)
-        for name in ("eval", "synchronize"):
-            self._count_calls(monkeypatch, mx, name)
-        for name in ("array", "asarray"):
-            self._count_calls(monkeypatch, np, name, lambda *args: args and isinstance(args[0], mx.array))
-
-    def _count_calls(self, monkeypatch, owner, name, counts=lambda *args: True):
-        original = getattr(owner, name, None)
-        if original is None:
-            return
-
-        def counted(*args, **kwargs):
-            self.count += bool(counts(*args))
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, counted)
 
 
 def reads_per_round(monkeypatch, pair, prompt, opts) -> list[int]:

@@ -205,14 +205,17 @@ def tiny_block(count: int) -> tuple[np.ndarray, np.ndarray, tuple[mx.array, ...]
         mx.random.split(after, count))
 
 
-def test_the_accept_rule_has_the_probabilities_of_an_enumeration():
+@pytest.mark.parametrize("limit", [None, 0, 1, 2])
+def test_the_accept_rule_has_the_probabilities_of_an_enumeration(limit):
+    """Also where only so many drafts were verified: the token behind them is drawn from p."""
     count = 40_000
     p, q, (drafts, log_q, logits, uniforms, keys) = tiny_block(count)
-    accepted, tokens = accept.sampled_reference(drafts, log_q, checks.log_softmax(logits, 1.0), uniforms, keys)
+    limits = None if limit is None else mx.full((count,), limit, dtype=mx.int32)
+    accepted, tokens = accept.sampled_reference(drafts, log_q, checks.log_softmax(logits, 1.0), uniforms, keys, limits)
     seen: dict[tuple[int, ...], int] = {}
     for run, row in zip(accepted.tolist(), tokens.tolist()):
         seen[tuple(row[: run + 1])] = seen.get(tuple(row[: run + 1]), 0) + 1
-    exact = Exact(p, q).outcomes
+    exact = Exact(p, q[:limit]).outcomes
     assert sum(exact.values()) == pytest.approx(1) and seen.keys() <= {key for key, chance in exact.items() if chance}
     for outcome, chance in exact.items():
         assert abs(seen.get(outcome, 0) - count * chance) <= 4 * np.sqrt(count * chance) + 1e-9, outcome
@@ -224,11 +227,12 @@ def test_the_accept_rule_has_the_probabilities_of_an_enumeration():
 def test_the_accept_kernels_make_the_same_choices(executor):
     """Sixty draws of the enumerated block: the kernels take every way that the rule can go."""
     _, _, (drafts, log_q, logits, uniforms, keys) = tiny_block(60)
-    expected = accept.sampled_reference(drafts, log_q, checks.log_softmax(logits, 1.0), uniforms, keys)
-    assert set(expected[0].tolist()) == {0, 1, 2}
-    found = accept.run_sampled(executor, drafts, log_q, logits, mx.array([1.0]), uniforms, keys)
-    for mine, theirs, what in zip(found, expected, ("accepted", "tokens")):
-        checks.equal(what, mine, theirs)
+    for limits in (None, mx.arange(60, dtype=mx.int32) % 3):
+        expected = accept.sampled_reference(drafts, log_q, checks.log_softmax(logits, 1.0), uniforms, keys, limits)
+        assert set(expected[0].tolist()) == {0, 1, 2}
+        found = accept.run_sampled(executor, drafts, log_q, logits, mx.array([1.0]), uniforms, keys, limits)
+        for mine, theirs, what in zip(found, expected, ("accepted", "tokens")):
+            checks.equal(what, mine, theirs)
 
 
 # --- the walk by candidates on the host -----------------------------------------------------------------------------

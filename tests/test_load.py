@@ -190,7 +190,7 @@ def test_one_request_is_the_single_stream():
 
 def test_reads_are_paid_by_rounds_that_read():
     contents = sim.made_up_load("steady", 3, 50, 9)
-    for text, reads in (("paper", 50), ("lagged", 50), ("search", 0), ("plain", 0)):
+    for text, reads in (("paper", 50), ("lagged", 0), ("search", 0), ("plain", 0)):
         grids = [replace(grid_of("rising", 3), read=read) for read in (0.0, 0.5)]
         runs = [sim.replay_load(make_batch_policy(text, GAMMA, True, grid), contents, grid) for grid in grids]
         assert runs[1].seconds - runs[0].seconds == pytest.approx(0.5 * reads), text

@@ -6,7 +6,15 @@ from helpers import build_model, pair_of, random_tokens, tiny_model
 
 from mlx_dspark.errors import CacheError
 from mlx_dspark.serve import packed
-from mlx_dspark.serve.packed import LAYOUTS, PACKED, RECTANGULAR, can_be_rectangular, check_sharing, forward_many
+from mlx_dspark.serve.packed import (
+    LAYOUTS,
+    PACKED,
+    RECTANGULAR,
+    Shares,
+    can_be_rectangular,
+    check_sharing,
+    forward_many,
+)
 from mlx_dspark.structs import KVOptions
 
 TAPS = (-1, 1, 2)
@@ -50,6 +58,36 @@ def test_every_request_gets_what_it_gets_alone_also_after_rejections(kind, layou
             cache.advance(len(own), keep)
             twin.advance(len(own), keep)
     assert [cache.offset for cache in together] == [cache.offset for cache in alone]
+
+
+@pytest.mark.parametrize(("kind", "layout", "kv"), [case for case in CASES if case[1] == PACKED],
+                         ids=[name for name in IDS if PACKED in name])
+def test_shares_that_only_the_device_knows(kind, layout, kv):
+    """Rows that are not run leave no trace: what is kept behaves as in a cache that never saw them."""
+    target = pair_of(tiny_model(kind)).target
+    together, alone = prefilled(target, kv), prefilled(target, kv)
+    for step, (rows, kept) in enumerate(steps()):
+        there = [own + [7] * (1 + (step + b) % 3) * (len(own) > 1) for b, own in enumerate(rows)]
+        shares = Shares(mx.array([len(own) for own in rows], dtype=mx.int32), sum(map(len, rows)))
+        many = forward_many(target, [mx.array([own]) for own in there], together, TAPS, shares=shares)
+        for own, filled, cache, twin, got, keep in zip(rows, there, together, alone, many, kept, strict=True):
+            wanted = target.forward(mx.array([own]), twin, TAPS)
+            assert got.logits.shape[1] == got.taps.shape[1] == len(filled)
+            assert apart(got.logits[:, : len(own)], wanted.logits) < 1e-4  # logits of size 10
+            assert apart(got.taps[:, : len(own)], wanted.taps) < 1e-4
+            cache.advance(len(filled), keep)
+            twin.advance(len(own), keep)
+    assert [cache.offset for cache in together] == [cache.offset for cache in alone]
+
+
+def test_rows_that_are_not_run_cost_no_matrix_product(monkeypatch):
+    """Five of nine rows enter the model."""
+    target, seen = pair_of(tiny_model("qwen3")).target, []
+    run = target.run
+    monkeypatch.setattr(target, "run", lambda tokens, *more: seen.append(tokens) or run(tokens, *more), raising=False)
+    tokens = [mx.array([[1, 2, 3, 4]]), mx.array([[5]]), mx.array([[6, 7, 8, 9]])]
+    forward_many(target, tokens, prefilled(target, KVOptions()), shares=Shares(mx.array([3, 1, 1]), 5))
+    assert seen[-1].tolist() == [[1], [2], [3], [5], [6]]
 
 
 def test_the_model_is_left_as_it_was():

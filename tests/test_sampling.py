@@ -524,6 +524,35 @@ def test_one_hot_draft_is_accepted_with_its_target_probability():
         assert after.tokens[0, 0].item() != 4, "a rejected one-hot draft has no residual mass"
 
 
+@pytest.mark.parametrize("kind", ["greedy", "one-hot", "sampled"])
+@pytest.mark.parametrize("limit", [0, 1, 2, 4])
+def test_a_limit_is_as_if_no_more_drafts_were_there(kind, limit):
+    """Whatever stands behind the verified rows."""
+    rule, logits = make_rule(sampling(seed=0) if kind != "greedy" else Sampling()), random_logits(1, 5, V)
+    log_q = log_softmax(random_logits(1, 4, V, seed=9)) if kind == "sampled" else None
+    drafts, seen = mx.argmax(logits[:, :4], axis=-1), set()
+    for seed in range(12):
+        wrong = mx.arange(4) == seed % 5
+        tried = mx.where(wrong, (drafts + 1) % V, drafts)
+        uniforms = mx.where(wrong, 1e9, 0.0)[None]
+        behind = mx.concatenate([logits[:, : limit + 1], random_logits(1, 4 - limit, V, seed=seed)], axis=1)
+        limits = mx.array([limit], dtype=mx.int32)
+        if kind == "greedy":
+            found = rule.judge(tried, None, behind, None, None, limits)
+            wanted = rule.judge(tried[:, :limit], None, logits[:, : limit + 1], None, None)
+        else:
+            found = rule.judge_with(tried, log_q, behind, None, uniforms, mx.random.key(seed), limits)
+            short = None if log_q is None else log_q[:, :limit]
+            wanted = rule.judge_with(tried[:, :limit], short, logits[:, : limit + 1], None, uniforms[:, :limit],
+                                     mx.random.key(seed))
+        run = wanted.accepted.item()
+        assert found.accepted.tolist() == [run]
+        assert found.tokens[0, : run + 1].tolist() == wanted.tokens[0, : run + 1].tolist()
+        assert mx.allclose(found.logprobs[0, : run + 1], wanted.logprobs[0, : run + 1])
+        seen.add(run)
+    assert seen == set(range(limit + 1)), "every run must be there for this to show anything"
+
+
 def test_accept_mask_switches_at_the_ratio():
     p, q = (mx.softmax(random_logits(1, 4, V, seed=seed), axis=-1) for seed in (1, 2))
     drafts = mx.array([[0, 1, 2, 3]])

@@ -23,29 +23,35 @@ RESIDUAL_FLOOR = 1e-8  # below this mass a residual is rounding noise: p and q a
 MOST_PARTS = 64  # threadgroups per row: a block of eight rows still fills a large GPU
 
 
-def greedy_reference(drafts: mx.array, logits: mx.array) -> tuple[mx.array, mx.array]:
+def greedy_reference(
+    drafts: mx.array, logits: mx.array, limits: mx.array | None = None
+) -> tuple[mx.array, mx.array]:
     """Accept while the draft is the target's argmax: drafts [B, N], logits [B, N + 1, V].
 
+    limits: how many drafts of each request were verified, int32 [B]; None for all. Rows behind may hold anything.
     Returns accepted int32 [B] and the argmax of every row, int32 [B, N + 1].
     """
     tokens = best(logits)
-    return leading_run(drafts == tokens[:, :-1]), tokens
+    return leading_run(_within(drafts == tokens[:, :-1], limits)), tokens
 
 
 def sampled_reference(
-    drafts: mx.array, log_q: mx.array | None, log_p: mx.array, uniforms: mx.array, keys: mx.array
+    drafts: mx.array, log_q: mx.array | None, log_p: mx.array, uniforms: mx.array, keys: mx.array,
+    limits: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Rejection sampling: drafts [B, N] drawn from log_q [B, N, V] (None: they were the only choice).
 
     log_p [B, N + 1, V]; uniforms [B, N] for the accept tests; keys [B, 2] for the token after the run.
+    limits: how many drafts of each request were verified, int32 [B]; None for all. Whoever accepts so many draws
+    the next token from p, as behind the last draft.
     Returns accepted int32 [B] and tokens int32 [B, N + 1], meaningless after the run's next token.
     """
     slots = drafts.shape[1]
     p_x = mx.exp(at_tokens(log_p[:, :slots], drafts))  # [B, N]
     q_x = mx.ones_like(p_x) if log_q is None else mx.exp(at_tokens(log_q, drafts))
-    accepted = leading_run(accept_mask(p_x, q_x, uniforms))
+    accepted = leading_run(_within(accept_mask(p_x, q_x, uniforms), limits))
     p_row = mx.exp(at_rows(log_p, accepted))  # [B, V]: one row a request, the others are never exponentiated
-    weights = next_weights(p_row, _q_row(drafts, log_q, accepted, p_row))
+    weights = next_weights(p_row, _q_row(drafts, log_q, accepted, p_row, limits))
     following = mx.argmax(mx.log(weights) + noise(keys, weights.shape[-1]), axis=-1).astype(mx.int32)  # [B]
     padded = mx.concatenate([drafts.astype(mx.int32), following[:, None]], axis=1)
     return accepted, mx.where(mx.arange(slots + 1) < accepted[:, None], padded, following[:, None])
@@ -79,8 +85,15 @@ def at_rows(values: mx.array, rows: mx.array) -> mx.array:
     return mx.take_along_axis(values, rows[:, None, None].astype(mx.int32), axis=1)[:, 0]
 
 
-def _q_row(drafts: mx.array, log_q: mx.array | None, accepted: mx.array, p_row: mx.array) -> mx.array:
-    """q of the row after the run [B, V]: 0 for the bonus row, which has no draft."""
+def _within(passed: mx.array, limits: mx.array | None) -> mx.array:
+    """Nothing passes [B, N] that was not verified."""
+    return passed if limits is None else passed & (mx.arange(passed.shape[1]) < limits[:, None])
+
+
+def _q_row(
+    drafts: mx.array, log_q: mx.array | None, accepted: mx.array, p_row: mx.array, limits: mx.array | None
+) -> mx.array:
+    """q of the row after the run [B, V]: 0 for the bonus row, which has no verified draft."""
     slots = drafts.shape[1]
     if slots == 0:
         return mx.zeros_like(p_row)
@@ -90,7 +103,7 @@ def _q_row(drafts: mx.array, log_q: mx.array | None, accepted: mx.array, p_row: 
         q_row = (mx.arange(p_row.shape[-1]) == token).astype(mx.float32)
     else:
         q_row = mx.exp(at_rows(log_q, rejected))
-    return mx.where((accepted < slots)[:, None], q_row, 0)
+    return mx.where((accepted < (slots if limits is None else limits))[:, None], q_row, 0)
 
 
 def leading_run(passed: mx.array) -> mx.array:
@@ -98,7 +111,9 @@ def leading_run(passed: mx.array) -> mx.array:
     return mx.cumprod(passed.astype(mx.int32), axis=1).sum(axis=1).astype(mx.int32)
 
 
-def run_greedy(execute: Execute, drafts: mx.array, logits: mx.array) -> tuple[mx.array, mx.array]:
+def run_greedy(
+    execute: Execute, drafts: mx.array, logits: mx.array, limits: mx.array | None = None
+) -> tuple[mx.array, mx.array]:
     """`greedy_reference` in two launches."""
     requests, rows, size = logits.shape
     cut = _cut(size)
@@ -106,7 +121,7 @@ def run_greedy(execute: Execute, drafts: mx.array, logits: mx.array) -> tuple[mx
     parts = execute(MAXIMA, [logits], Launch(
         (*cut.items(),), (cut["PARTS"] * THREADS, requests * rows, 1), (THREADS, 1, 1), (shape, shape),
         (mx.float32, mx.uint32)))
-    accepted, tokens = execute(GREEDY, [*parts, _drafts(drafts), numbers(rows)], Launch(
+    accepted, tokens = execute(GREEDY, [*parts, _drafts(drafts), _limits(limits, drafts), numbers(rows)], Launch(
         (("NPART", cut["PARTS"]),), (requests * THREADS, 1, 1), (THREADS, 1, 1),
         ((requests,), (requests, rows)), (mx.int32, mx.int32)))
     return accepted, tokens
@@ -114,7 +129,7 @@ def run_greedy(execute: Execute, drafts: mx.array, logits: mx.array) -> tuple[mx
 
 def run_sampled(
     execute: Execute, drafts: mx.array, log_q: mx.array, logits: mx.array, scale: mx.array,
-    uniforms: mx.array, keys: mx.array,
+    uniforms: mx.array, keys: mx.array, limits: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """`sampled_reference` for log_p = log_softmax(logits * scale), scale [1], in four launches."""
     requests, rows, size = logits.shape
@@ -124,11 +139,12 @@ def run_sampled(
     sums = execute(SUMS, [logits, scale], Launch(
         (*cut.items(),), (parts * THREADS, requests * rows, 1), wide, ((requests, rows, parts),) * 2,
         (mx.float32, mx.float32)))
-    drafts, uniforms, length = _drafts(drafts), _padded(uniforms), numbers(rows)
+    most, drafts, uniforms, length = _limits(limits, drafts), _drafts(drafts), _padded(uniforms), numbers(rows)
     template = (("NPART", parts), ("V", size))
-    accepted, normaliser = execute(TESTS, [*sums, logits, scale, _padded(log_q), drafts, uniforms, length], Launch(
-        template, one, wide, ((requests,), (requests, 2)), (mx.int32, mx.float32)))
-    candidates = execute(AFTER, [logits, scale, _padded(log_q), accepted, normaliser, keys, length], Launch(
+    accepted, normaliser = execute(
+        TESTS, [*sums, logits, scale, _padded(log_q), drafts, uniforms, most, length], Launch(
+            template, one, wide, ((requests,), (requests, 2)), (mx.int32, mx.float32)))
+    candidates = execute(AFTER, [logits, scale, _padded(log_q), accepted, normaliser, keys, most, length], Launch(
         (*cut.items(),), (parts * THREADS, requests, 1), wide, (per_part,) * 5,
         (mx.float32, mx.uint32, mx.float32, mx.uint32, mx.float32)))
     tokens, = execute(FINISH, [*candidates, accepted, drafts, length], Launch(
@@ -144,6 +160,10 @@ def _cut(size: int) -> dict[str, int]:
 
 def _drafts(drafts: mx.array) -> mx.array:
     return _padded(drafts.astype(mx.int32))
+
+
+def _limits(limits: mx.array | None, drafts: mx.array) -> mx.array:
+    return mx.full(drafts.shape[:1], drafts.shape[1], dtype=mx.int32) if limits is None else limits
 
 
 def _padded(array: mx.array) -> mx.array:
@@ -174,7 +194,8 @@ MAXIMA = Kernel("accept_maxima", ("logits",), ("part_value", "part_index"), f"""
     }}
 """, HEADER)
 
-GREEDY = Kernel("accept_greedy", ("part_value", "part_index", "drafts", "rows"), ("accepted", "tokens"), f"""{PLACE}
+GREEDY = Kernel(
+    "accept_greedy", ("part_value", "part_index", "drafts", "limits", "rows"), ("accepted", "tokens"), f"""{PLACE}
     const uint ROWS = rows[0];  // not a template constant: each block length would be compiled
     {FOLD_STORAGE}
     uint run = 0;
@@ -184,7 +205,7 @@ GREEDY = Kernel("accept_greedy", ("part_value", "part_index", "drafts", "rows"),
         {fold("group * ROWS + row", "best")}
         if (tid == 0) {{
             tokens[group * ROWS + row] = int(best);
-            if (row + 1 < ROWS) {{
+            if (row < uint(limits[group])) {{
                 running = running && drafts[group * (ROWS - 1) + row] == int(best);
                 run += running ? 1 : 0;
             }}
@@ -233,7 +254,7 @@ SUMS = Kernel("accept_sums", ("logits", "scale"), ("part_top", "part_sum"), f"""
 """, HEADER + SUM)
 
 TESTS = Kernel(
-    "accept_tests", ("part_top", "part_sum", "logits", "scale", "log_q", "drafts", "uniforms", "rows"),
+    "accept_tests", ("part_top", "part_sum", "logits", "scale", "log_q", "drafts", "uniforms", "limits", "rows"),
     ("accepted", "normaliser"), f"""{PLACE}
     const uint ROWS = rows[0];
     {JOIN_STORAGE}
@@ -252,7 +273,7 @@ TESTS = Kernel(
             normaliser[group * 2] = top;
             normaliser[group * 2 + 1] = log_sum;
         }}
-        running = row + 1 < ROWS;
+        running = row < uint(limits[group]);
         if (running) {{
             const uint draft = group * (ROWS - 1) + row;
             const uint token = uint(drafts[draft]);
@@ -266,7 +287,7 @@ TESTS = Kernel(
 """, HEADER + SUM)
 
 AFTER = Kernel(
-    "accept_after", ("logits", "scale", "log_q", "accepted", "normaliser", "keys", "rows"),
+    "accept_after", ("logits", "scale", "log_q", "accepted", "normaliser", "keys", "limits", "rows"),
     ("part_value", "part_index", "plain_value", "plain_index", "part_mass"), f"""{PLACE}
     const uint ROWS = rows[0];
     const uint request = threadgroup_position_in_grid.y;
@@ -276,6 +297,7 @@ AFTER = Kernel(
     threadgroup uint other_index[{SIMDS}];
     threadgroup float masses[{SIMDS}];
     const uint row = uint(accepted[request]);
+    const bool drafted = row < uint(limits[request]);
     float value = -INFINITY, plain = -INFINITY, mass = 0.0f;
     uint at = DS_NONE, plain_at = DS_NONE;
     for (uint step = 0; step < STEPS; ++step) {{
@@ -283,7 +305,7 @@ AFTER = Kernel(
         if (v < V) {{
             const float logit = static_cast<float>(logits[(request * ROWS + row) * V + v]);
             const float log_p = (logit - normaliser[request * 2]) * scale[0] - normaliser[request * 2 + 1];
-            const float q = row + 1 < ROWS ? precise::exp(log_q[(request * (ROWS - 1) + row) * V + v]) : 0.0f;
+            const float q = drafted ? precise::exp(log_q[(request * (ROWS - 1) + row) * V + v]) : 0.0f;
             const float left = precise::exp(log_p) - q;
             const float gumbel = ds_gumbel(keys[request * 2], keys[request * 2 + 1], v, V);
             if (left > 0.0f) {{

@@ -78,8 +78,8 @@ class Kernels:
 
     walk_greedy: (base [B, N, V], projected, anchor [B]) -> tokens [B, N]
     walk_sampled: (base, projected, anchor, keys [B, N, 2], scale [1]) -> tokens, corrected [B, N, V]
-    accept_greedy: (drafts [B, N], logits [B, N + 1, V]) -> accepted [B], tokens [B, N + 1]
-    accept_sampled: (drafts, log_q, logits, scale, uniforms, keys [B, 2]) -> the same
+    accept_greedy: (drafts [B, N], logits [B, N + 1, V], limits [B] or None) -> accepted [B], tokens [B, N + 1]
+    accept_sampled: (drafts, log_q, logits, scale, uniforms, keys [B, 2], limits) -> the same
     """
 
     walk_greedy: Callable[..., mx.array] | None = None

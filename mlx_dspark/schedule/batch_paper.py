@@ -3,17 +3,20 @@
 All maximise expected tokens per second inside the round, over all requests. `paper` looks at this round
 and must stop at the first slot that does not help; `search` looks at every number of rows and may
 therefore only use confidences that are two rounds old; `lagged` takes the number of rows from those and
-fills it with the slots that survive best in this round (paper, section 5.2).
+fills it with the slots that survive best in this round (paper, section 5.2), which is the device's part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from .batch_rate import ByCost
-from .grid import Prices
-from .lines import LAG, Line, Plan
+from .grid import RECTANGULAR, CostGrid, Prices
+from .lines import LAG, Line, Plan, Ranked
 from .ranking import climb, search, survivals, top
+from .rate import Calibrate
+from .scaling import temperatures_of
 
 
 class BatchPaper(ByCost):
@@ -53,28 +56,39 @@ class BatchSearch(ByCost):
 
 
 class BatchLagged(BatchSearch):
-    """The production form: the number of rows by confidences two rounds old, the slots by this round's."""
+    """The production form: the number of rows by confidences two rounds old, the slots by this round's.
+
+    The number is all that the host decides. Which slots are the best is left to the device (`Plan.ranked`), so a
+    round has one host read, and the decision is made while the device drafts. Given this round's confidences,
+    `after` ranks by itself: the reference, for replays, and for calibrations that are no temperatures.
+
+    The best slots are those of a climb that admits so many and no more: it looks at nothing behind a refused slot.
+    """
+
+    def __init__(self, name: str, gamma: int, grid: CostGrid, calibrate: Calibrate = tuple):
+        super().__init__(name, gamma, grid, calibrate)
+        self._temperatures = temperatures_of(calibrate)
 
     @property
     def reads_confidence(self) -> bool:
-        return True
+        return self._temperatures is None
 
     def after(self, lines: Sequence[Line]) -> Plan:
-        planned = self.best(lines, [self.old(line) for line in lines])
-        confidences, taken = [self.current(line) for line in lines], [self.taken(line) for line in lines]
-        rows = _open(lines, confidences)
-        if self._rectangle(planned, rows, self.prices(lines)):
-            drafts = planned
-        else:
-            drafts = [a + b for a, b in zip(taken, top(rows, sum(planned) - sum(taken)), strict=True)]
-        return self.plan(lines, confidences, drafts, ["as many rows as paid two rounds ago"] * len(lines))
-
-    @staticmethod
-    def _rectangle(planned: Sequence[int], rows: Sequence[Sequence[float]], prices: Prices) -> bool:
-        """Whether rows were bought by the width, so that every request has its full share."""
-        widest = max(planned)
-        return prices.packed[sum(planned)] > prices.rectangular[widest] and all(
-            not row or count == min(widest, len(row)) for count, row in zip(planned, rows, strict=True))
+        old, taken = [self.old(line) for line in lines], [self.taken(line) for line in lines]
+        planned, reasons = self.best(lines, old), ["as many rows as paid two rounds ago"] * len(lines)
+        plan, further = self.plan(lines, old, planned, reasons), sum(planned) - sum(taken)
+        ranked = [line for line in lines if line.fixed is None and line.proposed]
+        if plan.layout == RECTANGULAR or len(ranked) < 2 or further in (0, sum(line.proposed for line in ranked)):
+            return plan  # rows that are bought by the width go to everybody, and elsewhere there is no choice
+        if all(line.confidences is not None for line in ranked):
+            confidences = [self.current(line) for line in lines]
+            best = top(_open(lines, confidences), further)
+            known = self.plan(lines, confidences, [a + b for a, b in zip(taken, best, strict=True)], reasons)
+            return replace(known, layout=plan.layout, seconds=plan.seconds)
+        assert self._temperatures is not None, "confidences must be read where the device cannot correct them"
+        most = {line.request: line.proposed for line in ranked}
+        return replace(plan, drafts={**plan.drafts, **most},
+                       ranked=Ranked(tuple(most), further, self._temperatures, self.refine.scale))
 
 
 class _Rising:

@@ -9,15 +9,16 @@ Bins and clamps are those of DeepSeek's evaluation code, so that numbers can be 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from .scaling import CLAMP, Scaling
+
 BINS = 20
 FINE_BINS = 1000
-CLAMP = 1e-8
 GRID = tuple(float(t) for t in np.round(np.geomspace(0.2, 5.0, 161), 6))
 
 
@@ -106,16 +107,9 @@ def fit_temperatures(rounds: Rounds, grid: Sequence[float] = GRID) -> list[float
     return temperatures
 
 
-def calibrator(temperatures: Sequence[float] | None) -> Callable[[Sequence[float]], tuple[float, ...]]:
-    """A function from raw confidences c_1..c_n to calibrated ones; slots without a temperature stay raw."""
-    if temperatures is None:
-        return tuple
-
-    def calibrate(confidences: Sequence[float]) -> tuple[float, ...]:
-        scaled = [_scale(c, t) for c, t in zip(confidences, temperatures, strict=False)]
-        return (*scaled, *confidences[len(scaled) :])
-
-    return calibrate
+def calibrator(temperatures: Sequence[float] | None) -> Scaling:
+    """The function that corrects confidences by fitted temperatures; without any it changes nothing."""
+    return Scaling(tuple(temperatures or ()))
 
 
 def _slot_metrics(slot: int, predicted: np.ndarray, label: np.ndarray) -> SlotMetrics:
@@ -163,11 +157,6 @@ def _auc(predicted: np.ndarray, label: np.ndarray) -> float:
 def _sigmoid(logits: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         return np.asarray(1 / (1 + np.exp(-logits)))
-
-
-def _scale(confidence: float, temperature: float) -> float:
-    inner = min(1 - CLAMP, max(CLAMP, confidence))
-    return 1 / (1 + math.exp(-math.log(inner / (1 - inner)) / temperature))
 
 
 def _null(value: float) -> float | None:

@@ -30,10 +30,26 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Ranked:
+    """Rows that go to the slots which survive best in this round, worked out by the device without a host read.
+
+    requests: whose slots are ranked, in order. further: how many of their best slots are verified, all together.
+    temperatures, scale: how their confidences are corrected first: sigmoid(scale * logit / temperature of the slot),
+    with 1 for slots without a temperature.
+    """
+
+    requests: tuple[Hashable, ...]
+    further: int
+    temperatures: tuple[float, ...] = ()
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
 class Plan:
     """One decision for all requests: how many drafts of each are verified, and in which layout.
 
     reasons: by request. expected_tokens, seconds: of the whole round, where the policy models it.
+    ranked: who gets how many is left to the device; `drafts` then says how many there are to choose from.
     """
 
     drafts: Mapping[Hashable, int]
@@ -42,6 +58,7 @@ class Plan:
     reasons: Mapping[Hashable, str]
     expected_tokens: float | None = None
     seconds: float | None = None
+    ranked: Ranked | None = None
 
     def schedule(self, request: Hashable) -> Schedule:
         """The part of one request, for its `Round`; the seconds are shared and stay with the plan."""

@@ -81,6 +81,8 @@ def replay_load(policy: BatchPolicy, contents: Sequence[Content], grid: CostGrid
         asked = [_asked(line, slots[line.request], own if reads else None)
                  for line, own in zip(lines, seen, strict=True)]
         plan = policy.after(asked)
+        if plan.ranked is not None:  # the device's part, which costs no read
+            plan = policy.after([_asked(line, slots[line.request], own) for line, own in zip(lines, seen, strict=True)])
         accepted = [min(own[index], plan.drafts[line.request]) for line, own in zip(lines, runs, strict=True)]
         widths = [plan.drafts[line.request] + 1 for line in lines]
         proposing = [line.proposed for line in asked if line.proposed]

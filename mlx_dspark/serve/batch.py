@@ -19,10 +19,11 @@ from ..flight import Flight
 from ..load import Pair
 from ..schedule import Policy
 from ..schedule.batch import BatchPolicy
-from ..schedule.lines import Line
+from ..schedule.lines import Line, Plan, Ranked
 from ..structs import Round, Schedule
-from .packed import forward_many
+from .packed import Shares, forward_many
 from .prefix import Hit
+from .ranked import share_out
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,8 @@ class Batch:
         if not members:
             return
         flights, lines = propose(self, members)
-        schedules, layout = schedule(self, members, flights, lines)
-        verify(self, members, flights, schedules, layout)
+        schedules, plan = schedule(self, members, flights, lines)
+        verify(self, members, flights, schedules, plan)
         self._flying += [Departure(*both) for both in zip(members, flights, strict=True)]
 
     def _land(self, flying: Sequence[Departure]) -> list[Landed]:
@@ -161,10 +162,10 @@ def propose(batch: Batch, members: Sequence[Member]) -> tuple[list[Flight], list
 
 def schedule(
     batch: Batch, members: Sequence[Member], flights: Sequence[Flight], lines: Sequence[Line]
-) -> tuple[list[Schedule], str]:
-    """Share out the rows: each request's part, and the layout of the forward.
+) -> tuple[list[Schedule], Plan]:
+    """Share out the rows: each request's part, and the plan for all.
 
-    Confidences are read, all at once, where somebody decides by them now.
+    Confidences are read, all at once, where somebody on the host decides by them now.
     """
     _read_confidences([
         flight for member, flight in zip(members, flights, strict=True)
@@ -177,19 +178,33 @@ def schedule(
         for line, flight, mine in zip(lines, flights, own, strict=True)
     ])
     return [plan.schedule(member.number) if mine is None else mine
-            for member, mine in zip(members, own, strict=True)], plan.layout
+            for member, mine in zip(members, own, strict=True)], plan
 
 
 def verify(
-    batch: Batch, members: Sequence[Member], flights: Sequence[Flight], schedules: Sequence[Schedule], layout: str
+    batch: Batch, members: Sequence[Member], flights: Sequence[Flight], schedules: Sequence[Schedule], plan: Plan
 ) -> None:
     """Run every anchor with its admitted drafts through the target, and judge them one request at a time."""
     for member, flight, own in zip(members, flights, schedules, strict=True):
         admit(member.run, flight, own)
-    caches = [member.run.cache for member in members]
-    verified = forward_many(batch.pair.target, [flight.inputs for flight in flights], caches, batch.taps, layout)
+    shares = None if plan.ranked is None else _rank(members, flights, plan.ranked)
+    verified = forward_many(batch.pair.target, [flight.inputs for flight in flights],
+                            [member.run.cache for member in members], batch.taps, plan.layout, shares)
     for member, flight, logits in zip(members, flights, verified, strict=True):
         judge(member.run, flight, logits)
+
+
+def _rank(members: Sequence[Member], flights: Sequence[Flight], ranked: Ranked) -> Shares:
+    """Let the device choose the best of the drafts that are lined up; the host will read how many they were."""
+    by_number = {member.number: flight for member, flight in zip(members, flights, strict=True)}
+    chosen = [by_number[request] for request in ranked.requests]
+    drafts = share_out([flight.proposal.confidence_logits for flight in chosen], ranked)
+    for b, flight in enumerate(chosen):
+        flight.limit = drafts[b : b + 1]
+    rows = [flight.limit if flight.limit is not None else mx.array([flight.schedule.drafts], dtype=mx.int32)
+            for flight in flights]
+    fixed = sum(flight.schedule.drafts for flight in flights if flight.limit is None)
+    return Shares(mx.concatenate(rows) + 1, len(flights) + fixed + ranked.further)
 
 
 def _line(member: Member) -> Line:

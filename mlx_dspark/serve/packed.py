@@ -6,6 +6,10 @@ Two layouts of the same rows:
                  the true number of rows; attention is done request by request over its owner's keys.
     rectangular  [B, T]: requests x widest rows; attention is one call over the owners' keys side by side.
 
+Where only the device knows whose the rows of a packed forward are (`Shares`), matrix products still run over the true
+number of rows, which the host knows. Attention and caches need shapes: there every request has all the rows it may get,
+the last ones being filling that no row of its own sees, for it comes later, and that is cut off with rejected drafts.
+
 The caches are those of the single stream, one per request, so rollback, quantised caches and sliding
 windows need no second rule, and a request's attention is the very computation it would run alone.
 
@@ -38,17 +42,30 @@ LAYOUTS = (PACKED, RECTANGULAR)
 TOLERANCE = 2e-2  # of the largest logit: half types round differently by shape; a wrong position is far outside
 
 
+@dataclass(frozen=True)
+class Shares:
+    """How many of its rows each request really runs, where only the device knows.
+
+    rows: int32 [B], at least 1 each and at most what there are. total: their sum.
+    """
+
+    rows: mx.array
+    total: int
+
+
 def forward_many(
     target: Target, tokens: Sequence[mx.array], caches: Sequence[TargetCache], taps: Sequence[int] = (),
-    layout: str = PACKED,
+    layout: str = PACKED, shares: Shares | None = None,
 ) -> list[Verified]:
     """Run rows [1, n_b] of each request behind its cache; the caller accounts for them with `cache.advance`.
 
+    shares: only the first so many rows of each are run, packed; what comes back for the others is meaningless.
     Rectangular needs caches that keep plain keys of all positions (`can_be_rectangular`).
     """
     if len(tokens) == 1:
         return [target.forward(tokens[0], caches[0], taps)]
-    rows = _LAYOUTS[layout]([own.shape[1] for own in tokens])
+    counts = [own.shape[1] for own in tokens]
+    rows = _LAYOUTS[layout](counts) if shares is None else _Chosen(counts, shares)
     layers = [_SharedLayer(own, rows) for own in zip(*(cache.layers for cache in caches), strict=True)]
     with _shared_attention(target.model, rows):
         verified = target.run(rows.join_tokens(tokens), layers, taps)
@@ -145,6 +162,35 @@ class _Packed:
         out = [attention(q, part.keys, part.values, cache=part.cache, mask=part.mask)
                for q, part in zip(self.owned(queries), own, strict=True)]
         return mx.concatenate([part.swapaxes(0, 2) for part in out], axis=0)  # [R, H, 1, head_dim]
+
+
+class _Chosen:
+    """[R, 1, ...]: rows one behind the other, the first ones of every request; only the device knows how many each.
+
+    `split`, `owned` and `attend` work on all rows there are, of which those that are not run repeat the last that is.
+    """
+
+    def __init__(self, counts: Sequence[int], shares: Shares):
+        self.counts, self._all = counts, _Packed(counts)
+        owner = mx.array([b for b, count in enumerate(counts) for _ in range(count)])
+        row = mx.array([row for count in counts for row in range(count)])
+        self._place = mx.cumsum((row < shares.rows[owner]).astype(mx.int32)) - 1  # of every row among those that run
+        self._taken = (self._place < mx.arange(shares.total)[:, None]).sum(axis=1)  # [R]: those that run, among all
+
+    def join_tokens(self, tokens: Sequence[mx.array]) -> mx.array:
+        return self._all.join_tokens(tokens)[self._taken]  # [R, 1]
+
+    def split(self, out: mx.array) -> list[mx.array]:
+        return self._all.split(out[self._place])
+
+    def positions(self, offsets: Sequence[int]) -> mx.array:
+        return self._all.positions(offsets)[self._taken]
+
+    def owned(self, heads: mx.array) -> list[mx.array]:
+        return self._all.owned(heads[self._place])
+
+    def attend(self, queries: mx.array, own: Sequence[_Own], attention: Callable[..., mx.array]) -> mx.array:
+        return self._all.attend(queries[self._place], own, attention)[self._taken]  # [R, H, 1, head_dim]
 
 
 class _Rectangular:
