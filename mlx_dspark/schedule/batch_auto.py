@@ -20,22 +20,28 @@ from itertools import accumulate
 from ..structs import Round
 from .batch_rate import ByCost, reason
 from .forecast import Forecast
-from .grid import PACKED, CostGrid, Prices
+from .grid import PACKED, RECTANGULAR, CostGrid, Prices
 from .lines import Line, Plan
 from .parking import PROBE, STAKE, WARM_UP, Mean, Odds, Parking, hoped
-from .ranking import Survivals, climb, search, survivals
+from .ranking import Survivals, climb, search, survivals, top
 from .rate import Calibrate, RunRate
 
 SOME = 4  # rounds: while nobody looks, one in so many is judged
 FAMILIAR = 8  # rounds after which a request's own insight counts as much as everybody's
 
 
-class Insight(dict[bool, Mean]):
-    """Tokens that a request gains by the reading of its confidences, after a round of it below and one above its
-    average."""
+RANK, LOOK = "rank", "look"
+
+
+class Insight(dict[str, dict[bool, Mean]]):
+    """Tokens that a request gains by this round's confidences, after a round of it below and one above its average.
+
+    rank: as many rows as forecasts say for the slots that survive best, over the slots by forecasts, too. look: the
+    lookahead decision by confidences that the host has read, over that.
+    """
 
     def __init__(self) -> None:
-        super().__init__({False: Mean(), True: Mean()})
+        super().__init__({what: {False: Mean(), True: Mean()} for what in (RANK, LOOK)})
 
 
 @dataclass
@@ -86,7 +92,8 @@ class BatchAuto(ByCost):
                 for line in lines}
 
     def after(self, lines: Sequence[Line]) -> Plan:
-        """The lookahead decision where confidences were read, else the best for those expected."""
+        """The lookahead decision where confidences were read; else the best number of rows for those expected, which
+        the device gives to the best slots."""
         confidences, taken = [self.current(line) for line in lines], [self.taken(line) for line in lines]
         rows = [survivals(own) if line.fixed is None else [] for line, own in zip(lines, confidences, strict=True)]
         price, prices = self._price([line.depth for line in lines]), self.prices(lines)
@@ -99,7 +106,8 @@ class BatchAuto(ByCost):
             drafts = self._look(rows, confidences, forecasts, taken, prices, price)
         else:
             drafts = search(rows, taken, prices, lambda tokens, seconds: tokens - price * seconds)
-        return self.plan(lines, confidences, drafts, list(map(self._reason, lines, drafts)))
+        plan = self.plan(lines, confidences, drafts, list(map(self._reason, lines, drafts)))
+        return plan if looks or self.temperatures is None else self.leave_to_device(plan, lines)
 
     def learn_confidences(self, landed: Mapping[Hashable, Round], seen: Mapping[Hashable, Sequence[float]]) -> None:
         """Was it good to draft, and to look?"""
@@ -128,8 +136,13 @@ class BatchAuto(ByCost):
         row = price * _row_seconds(prices, taken, drafts)
         read = price * self.grid.reading(len(lines)) / max(1, len(rows))
         return {line.request: sum(rows[line.request][:count]) - row * count
-                + max(0.0, (self._insight(line.request, load) or 0.0) - read)
+                + max(0.0, self._follows(line.request, load, read))
                 for line, count in zip(lines, drafts, strict=True) if line.request in rows}
+
+    def _follows(self, request: Hashable, load: Load, read: float) -> float:
+        """Tokens gained by following what a round shows, a look paid where one is taken (always, if it is free)."""
+        rank, look = (self._insight(request, load, what) or 0.0 for what in (RANK, LOOK))
+        return rank + (max(0.0, look - read) if read else look)
 
     def _hopes(self, line: Line) -> list[float]:
         """Expected confidences; those of an optimist while hardly anything was seen."""
@@ -177,7 +190,7 @@ class BatchAuto(ByCost):
 
     def _worth_reading(self, drafting: set[Hashable], cost: float, load: Load) -> bool:
         """Whether looking into this round brings the tokens that it costs."""
-        insights = [self._insight(request, load) for request in drafting]
+        insights = [self._insight(request, load, LOOK) for request in drafting]
         known = [insight for insight in insights if insight is not None]
         return len(known) < len(insights) or max(0.0, sum(known)) >= cost
 
@@ -212,7 +225,7 @@ class BatchAuto(ByCost):
     def _judge(
         self, rounds: Mapping[Hashable, Round], seen: Mapping[Hashable, Sequence[float]], depths: Sequence[int]
     ) -> None:
-        """Value of the plan made by looking over the one made by the forecasts, under what was seen.
+        """Value of the plans made by looking, by the device and by the forecasts, under what was seen.
 
         Each request's gain pays for its own rows; what the seconds of the two plans differ besides is shared.
         """
@@ -229,19 +242,28 @@ class BatchAuto(ByCost):
         looked = [one.rows - 1 for one in rounds.values()] if self._looked else (
             self._look(rows, confidences, forecasts, taken, prices, price))
         expected = [survivals(one.expected()[: len(own)]) for one, own in zip(forecasts, rows, strict=True)]
-        blind = search(expected, taken, prices, lambda tokens, seconds: tokens - price * seconds)
+        planned = search(expected, taken, prices, lambda tokens, seconds: tokens - price * seconds)
+        ranked = self._ranked(planned, rows, taken, prices)
         row = price * _row_seconds(prices, taken, looked)
-        seconds = prices.seconds(sum(looked), max(looked)) - prices.seconds(sum(blind), max(blind))
-        shared = (price * seconds - row * (sum(looked) - sum(blind))) / len(seen)
+        seconds = prices.seconds(sum(looked), max(looked)) - prices.seconds(sum(planned), max(planned))
+        shared = (price * seconds - row * (sum(looked) - sum(planned))) / len(seen)
         proposal = price * self.grid.drafting(len(seen), self.gamma) / len(seen)
-        for request, own, forecast, a, b in zip(rounds, rows, forecasts, looked, blind, strict=True):
+        for request, own, forecast, *widths in zip(rounds, rows, forecasts, planned, ranked, looked, strict=True):
             if request not in seen:
                 continue
-            gained = sum(own[:a]) - row * a
+            by_forecast, by_rank, by_look = (sum(own[:width]) - row * width for width in widths)
             if forecast.age == 1:  # after a pause the forecast is worse than when it is needed
                 for insight in (load.insight, self._insights[request]):
-                    insight[forecast.high].add(gained - (sum(own[:b]) - row * b) - shared)
-            self._parking[request].follow = rounds[request].schedule.reason == PROBE and gained > proposal
+                    insight[RANK][forecast.high].add(by_rank - by_forecast)
+                    insight[LOOK][forecast.high].add(by_look - by_rank - shared)
+            self._parking[request].follow = rounds[request].schedule.reason == PROBE and by_look > proposal
+
+    def _ranked(self, planned: Sequence[int], rows: Survivals, taken: Sequence[int], prices: Prices) -> Sequence[int]:
+        """As many rows as planned, for the best slots where the device chooses them."""
+        if self.temperatures is None or prices.layout(sum(planned), max(planned)) == RECTANGULAR:
+            return planned
+        best = top(rows, sum(planned) - sum(taken))
+        return [fixed or own for fixed, own in zip(taken, best, strict=True)]
 
     def _worth_judging(self, rounds: Mapping[Hashable, Round], seen: Mapping[Hashable, Sequence[float]]) -> bool:
         """Judging takes the host as long as looking: where nobody looks and nobody probed, some rounds will do."""
@@ -250,10 +272,10 @@ class BatchAuto(ByCost):
             self._unjudged = 0
         return not self._unjudged
 
-    def _insight(self, request: Hashable, load: Load) -> float | None:
-        """What looking into this request is worth, None before anything was learned."""
+    def _insight(self, request: Hashable, load: Load, what: str) -> float | None:
+        """What ranking or looking into this request is worth, None before anything was learned."""
         high = self.known[request].forecast.high
-        shared, own = load.insight[high], self._insights[request][high]
+        shared, own = (insight[what][high] for insight in (load.insight, self._insights[request]))
         if not shared.count:
             return None
         return shared.value + own.count / (own.count + FAMILIAR) * (own.value - shared.value)

@@ -9,14 +9,11 @@ fills it with the slots that survive best in this round (paper, section 5.2), wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from .batch_rate import ByCost
-from .grid import RECTANGULAR, CostGrid, Prices
-from .lines import LAG, Line, Plan, Ranked
-from .ranking import climb, search, survivals, top
-from .rate import Calibrate
-from .scaling import temperatures_of
+from .grid import Prices
+from .lines import LAG, Line, Plan
+from .ranking import climb, search, survivals
 
 
 class BatchPaper(ByCost):
@@ -65,30 +62,16 @@ class BatchLagged(BatchSearch):
     The best slots are those of a climb that admits so many and no more: it looks at nothing behind a refused slot.
     """
 
-    def __init__(self, name: str, gamma: int, grid: CostGrid, calibrate: Calibrate = tuple):
-        super().__init__(name, gamma, grid, calibrate)
-        self._temperatures = temperatures_of(calibrate)
-
     @property
     def reads_confidence(self) -> bool:
-        return self._temperatures is None
+        return self.temperatures is None
 
     def after(self, lines: Sequence[Line]) -> Plan:
-        old, taken = [self.old(line) for line in lines], [self.taken(line) for line in lines]
-        planned, reasons = self.best(lines, old), ["as many rows as paid two rounds ago"] * len(lines)
-        plan, further = self.plan(lines, old, planned, reasons), sum(planned) - sum(taken)
-        ranked = [line for line in lines if line.fixed is None and line.proposed]
-        if plan.layout == RECTANGULAR or len(ranked) < 2 or further in (0, sum(line.proposed for line in ranked)):
-            return plan  # rows that are bought by the width go to everybody, and elsewhere there is no choice
-        if all(line.confidences is not None for line in ranked):
-            confidences = [self.current(line) for line in lines]
-            best = top(_open(lines, confidences), further)
-            known = self.plan(lines, confidences, [a + b for a, b in zip(taken, best, strict=True)], reasons)
-            return replace(known, layout=plan.layout, seconds=plan.seconds)
-        assert self._temperatures is not None, "confidences must be read where the device cannot correct them"
-        most = {line.request: line.proposed for line in ranked}
-        return replace(plan, drafts={**plan.drafts, **most},
-                       ranked=Ranked(tuple(most), further, self._temperatures, self.refine.scale))
+        old = [self.old(line) for line in lines]
+        plan = self.plan(lines, old, self.best(lines, old), ["as many rows as paid two rounds ago"] * len(lines))
+        plan = self.leave_to_device(plan, lines)
+        read = all(line.confidences is not None for line in lines if line.proposed)
+        return self.share_out(plan, lines) if read else plan
 
 
 class _Rising:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 
 from ..structs import Round
 from .forecast import Forecast
-from .grid import CostGrid, Prices
-from .lines import Known, Line, Plan
-from .ranking import survivals
+from .grid import RECTANGULAR, CostGrid, Prices
+from .lines import Known, Line, Plan, Ranked
+from .ranking import survivals, top
 from .rate import Calibrate
 from .refine import Refinement
+from .scaling import temperatures_of
 
 
 class ByCost:
@@ -24,6 +26,7 @@ class ByCost:
     def __init__(self, name: str, gamma: int, grid: CostGrid, calibrate: Calibrate = tuple):
         self.name, self.grid, self.calibrate = name, grid, calibrate
         self.gamma = min(gamma, grid.widest - 1)
+        self.temperatures = temperatures_of(calibrate)
         self.refine = Refinement()
         self.known: dict[Hashable, Known] = {}
         self._typical = Forecast(self.gamma)  # of the request that was seen longest: what new ones start from
@@ -110,6 +113,31 @@ class ByCost:
             {line.request: why for line, why in zip(lines, reasons, strict=True)},
             tokens, prices.seconds(further, widest) + self.overhead(lines),
         )
+
+
+    def leave_to_device(self, plan: Plan, lines: Sequence[Line]) -> Plan:
+        """As many rows as planned, but for the slots that survive best in this round, which the device finds out.
+
+        As planned where there is nothing to choose, and where rows are bought by the width and go to everybody.
+        """
+        ranked = {line.request: line.proposed for line in lines if line.fixed is None and line.proposed}
+        further = sum(plan.drafts[request] for request in ranked)
+        if plan.layout == RECTANGULAR or len(ranked) < 2 or further in (0, sum(ranked.values())):
+            return plan
+        return replace(plan, drafts={**plan.drafts, **ranked},
+                       ranked=Ranked(tuple(ranked), further, self.temperatures or (), self.refine.scale))
+
+    def share_out(self, plan: Plan, lines: Sequence[Line]) -> Plan:
+        """The device's part, by this round's confidences on the host: its reference, for replays and where temperatures
+        do not say how confidences are corrected."""
+        if plan.ranked is None:
+            return plan
+        by_request = {line.request: self.current(line) for line in lines}
+        best = top([survivals(by_request[request]) for request in plan.ranked.requests], plan.ranked.further)
+        drafts = {**plan.drafts, **dict(zip(plan.ranked.requests, best, strict=True))}
+        known = self.plan(lines, [by_request[line.request] for line in lines], [drafts[line.request] for line in lines],
+                          [plan.reasons[line.request] for line in lines])
+        return replace(known, layout=plan.layout, seconds=plan.seconds)
 
 
 def reason(line: Line, drafts: int) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..structs import Round, Schedule
 from .batch import BatchPolicy
+from .batch_rate import ByCost
 from .grid import PACKED, CostGrid
 from .lines import Line
 from .simulate import Content, made_up
@@ -81,8 +82,9 @@ def replay_load(policy: BatchPolicy, contents: Sequence[Content], grid: CostGrid
         asked = [_asked(line, slots[line.request], own if reads else None)
                  for line, own in zip(lines, seen, strict=True)]
         plan = policy.after(asked)
-        if plan.ranked is not None:  # the device's part, which costs no read
-            plan = policy.after([_asked(line, slots[line.request], own) for line, own in zip(lines, seen, strict=True)])
+        if isinstance(policy, ByCost):  # the device's part, which costs no read
+            plan = policy.share_out(plan, [_asked(line, slots[line.request], own)
+                                           for line, own in zip(lines, seen, strict=True)])
         accepted = [min(own[index], plan.drafts[line.request]) for line, own in zip(lines, runs, strict=True)]
         widths = [plan.drafts[line.request] + 1 for line in lines]
         proposing = [line.proposed for line in asked if line.proposed]
