@@ -13,6 +13,7 @@ share of the batched proposal. The others are parked one by one, and probe as a 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -26,6 +27,7 @@ from .parking import PROBE, STAKE, WARM_UP, Mean, Odds, Parking, hoped
 from .ranking import Survivals, climb, search, survivals, top
 from .rate import Calibrate, RunRate
 
+FULL = 16  # rounds that draft: one in so many proposes the whole block, to see what the last slots are worth
 SOME = 4  # rounds: while nobody looks, one in so many is judged
 FAMILIAR = 8  # rounds after which a request's own insight counts as much as everybody's
 
@@ -48,12 +50,14 @@ class Insight(dict[str, dict[bool, Mean]]):
 class Load:
     """What was learned at one count of requests.
 
-    rate: in units of plain decoding at that count. insight: of all requests.
+    rate: in units of plain decoding at that count. insight: of all requests. deep: by slots, tokens that a request
+    gains a round by proposing the whole block instead of so many.
     """
 
     rate: RunRate = field(default_factory=RunRate)
     odds: Odds = field(default_factory=Odds)
     insight: Insight = field(default_factory=Insight)
+    deep: dict[int, Mean] = field(default_factory=lambda: defaultdict(Mean))
 
 
 class BatchAuto(ByCost):
@@ -66,6 +70,7 @@ class BatchAuto(ByCost):
         self._insights: dict[Hashable, Insight] = {}
         self._fresh: dict[Hashable, bool] = {}  # whose forecast has learned since the last decision; by a probe?
         self._reads = self._looked = True  # in the present round; in the last one that drafted
+        self._width, self._drafted = self.gamma, 0  # slots proposed, and for how many rounds
         self._unjudged = 0  # rounds since looking was last judged
         self.tokens, self.lead = 0, 0.0  # committed, and how many more than plain decoding in the same seconds
 
@@ -82,14 +87,15 @@ class BatchAuto(ByCost):
         price, load = self._price([line.depth for line in lines]), self._load(len(lines))
         gains = self._gains(lines, price, load)
         always = sum(line.fixed is not None and self.taken(line) > 0 for line in lines)
-        shares = _Shares(gains.values(), [price * self.grid.drafting(always + more, self.gamma)
+        shares = _Shares(gains.values(), [price * self.grid.drafting(always + more, self._width)
                                           for more in range(len(gains) + 1)])
         values = {request: shares.value(gain) for request, gain in gains.items()}
         self._review(values, load)
         drafting = self._decide(values, shares, load)
         self._reads = self._worth_reading(drafting, price * self.grid.reading(len(lines)), load)
-        return {line.request: self.slots(line) if line.request in drafting or line.fixed is not None else 0
-                for line in lines}
+        width = self._propose(len(drafting), always, price, load)
+        return {line.request: self.slots(line) if line.fixed is not None
+                else min(width, self.slots(line)) if line.request in drafting else 0 for line in lines}
 
     def after(self, lines: Sequence[Line]) -> Plan:
         """The lookahead decision where confidences were read; else the best number of rows for those expected, which
@@ -129,7 +135,7 @@ class BatchAuto(ByCost):
         what is seen: that much is learned from past rounds.
         """
         open_lines = [line for line in lines if line.fixed is None and self.slots(line)]
-        rows = {line.request: survivals(self._hopes(line)[: self.slots(line)]) for line in open_lines}
+        rows = {line.request: survivals(self._hopes(line)[: min(self._width, self.slots(line))]) for line in open_lines}
         taken, prices = [self.taken(line) for line in lines], self.prices(lines)
         drafts = search([rows.get(line.request, []) for line in lines], taken, prices,
                         lambda tokens, seconds: tokens - price * seconds)
@@ -194,6 +200,16 @@ class BatchAuto(ByCost):
         known = [insight for insight in insights if insight is not None]
         return len(known) < len(insights) or max(0.0, sum(known)) >= cost
 
+    def _propose(self, drafting: int, always: int, price: float, load: Load) -> int:
+        """Slots to propose: so many that what further ones bring would not pay for them."""
+        if not drafting:
+            return 0
+        self._drafted += 1
+        if load.deep[1].count >= WARM_UP:
+            self._width = min(range(1, self.gamma + 1), key=lambda slots: (
+                drafting * load.deep[slots].value + price * self.grid.drafting(always + drafting, slots), slots))
+        return self._width if load.deep[1].count >= WARM_UP and self._drafted % FULL else self.gamma
+
     # After it
 
     def _look(
@@ -247,7 +263,9 @@ class BatchAuto(ByCost):
         row = price * _row_seconds(prices, taken, looked)
         seconds = prices.seconds(sum(looked), max(looked)) - prices.seconds(sum(planned), max(planned))
         shared = (price * seconds - row * (sum(looked) - sum(planned))) / len(seen)
-        proposal = price * self.grid.drafting(len(seen), self.gamma) / len(seen)
+        proposal = price * self.grid.drafting(len(seen), self._width) / len(seen)
+        if max(map(len, rows)) == self.gamma:
+            self._learn_depth(load, rows, sum(ranked) - sum(taken), row, len(seen))
         for request, own, forecast, *widths in zip(rounds, rows, forecasts, planned, ranked, looked, strict=True):
             if request not in seen:
                 continue
@@ -265,10 +283,22 @@ class BatchAuto(ByCost):
         best = top(rows, sum(planned) - sum(taken))
         return [fixed or own for fixed, own in zip(taken, best, strict=True)]
 
+    def _learn_depth(self, load: Load, rows: Survivals, further: int, row: float, requests: int) -> None:
+        """What so many rows would have brought if fewer slots had been proposed."""
+        values = []
+        for slots in range(1, self.gamma + 1):
+            best = sorted((survival for own in rows for survival in own[:slots]), reverse=True)[:further]
+            values.append(sum(best) - row * len(best))
+        for slots, value in enumerate(values, start=1):
+            load.deep[slots].add(max(0.0, values[-1] - value) / requests)
+
     def _worth_judging(self, rounds: Mapping[Hashable, Round], seen: Mapping[Hashable, Sequence[float]]) -> bool:
-        """Judging takes the host as long as looking: where nobody looks and nobody probed, some rounds will do."""
+        """Judging takes the host as long as looking: where nobody looks and nobody probed, some rounds will do, and
+        those that show more slots than others."""
         self._unjudged += 1
-        if self._looked or self._unjudged >= SOME or any(rounds[own].schedule.reason == PROBE for own in seen):
+        deeper = max(map(len, seen.values())) > self._width
+        if (self._looked or deeper or self._unjudged >= SOME
+                or any(rounds[own].schedule.reason == PROBE for own in seen)):
             self._unjudged = 0
         return not self._unjudged
 

@@ -179,7 +179,8 @@ def _measure(forwards: Forwards, requests: int, short: bool, progress: Callable[
     if RECTANGULAR in forwards.layouts and requests > 1:  # one request is run the same way in both
         for rows in range(1, widest + 1):
             works[RECTANGULAR, rows] = partial(forwards.verify, RECTANGULAR, [rows] * requests)
-    for slots in sorted({1, (forwards.slots + 1) // 2, forwards.slots} if forwards.slots else ()):
+    some = {1, (forwards.slots + 1) // 2, forwards.slots}
+    for slots in (slots for slots in range(1, forwards.slots + 1) if slots in some or not short):
         works[DRAFT, slots] = partial(forwards.propose, slots)
     times = timed(works, REPEATS, SHORT_SECONDS if short else None,
                   lambda text: progress(f"{requests} requests: {text}"))
