@@ -261,9 +261,11 @@ def _measure_requests(pair: Pair, loads: Sequence[int], curve: CostCurve, short:
     near, far = depths(pair.target.context)
     near, far = min(near, NEAR_TOGETHER), min(far, FAR_TOGETHER)
     grid = measure_grid(partial(Together, pair), loads, (near, far), curve, short, notes.progress)
-    most = max(loads)
-    notes.progress(f"{most} requests: rounds of the loop")
-    grid = with_around(grid, most, measure_around(pair, most, short))
+    around = {}
+    for requests in loads:
+        notes.progress(f"{requests} requests: rounds of the loop")
+        around[requests] = measure_around(pair, requests, short)
+    grid = with_around(grid, around)
     notes.progress("")
     notes.say(f"stored in {save_grid(pair, grid)}")
     return grid

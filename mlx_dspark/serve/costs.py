@@ -33,9 +33,8 @@ if TYPE_CHECKING:
 NEAR, FAR = 256, 2048
 SHORT_SECONDS = 2.0  # of model time for one count of requests
 DRAFT = "draft"
-SHALLOW = 64  # positions where rounds are compared with their forwards
 HOST_ROUNDS = 16
-PROMPT = (0, 0)
+PROMPT = (0,) * 64  # of the rounds of the loop
 
 
 class Forwards(Protocol):
@@ -100,39 +99,30 @@ def measure_grid(
 
 @dataclass(frozen=True)
 class Around:
-    """What rounds of so many requests take beside the forwards, in seconds; measured in the real loop.
+    """Rounds of so many requests in the real loop, in seconds.
 
-    host: of a plain round. drafting: all that the proposal of a whole block adds, judging more rows and copying
-    contexts included. read: what a look at the confidences adds.
+    host: what a plain one takes beside its forward. surplus: what drafting and verifying whole blocks adds to a plain
+    one. read: what a look at the confidences adds to that.
     """
 
     host: float
-    drafting: float = 0.0
+    surplus: float = 0.0
     read: float = 0.0
 
 
 def measure_around(pair: Pair, requests: int, short: bool = False) -> Around:
-    """Rounds of the real loop less the forwards they run."""
-    together, widest = Together(pair, requests, SHALLOW), 1 if pair.draft is None else pair.draft.gamma + 1
-    loop = partial(_rounds, pair, requests)
-    works = {
-        "plain": loop(BatchFixed(0, "plain")),
-        "narrow": partial(together.verify, PACKED, [1] * requests),
-        **({} if pair.draft is None else {
-            "drafted": loop(BatchFixed(widest - 1, "fixed")),
-            "wide": partial(together.verify, PACKED, [widest] * requests),
-        }),
-        **({} if pair.draft is None or not pair.draft.has_confidence else {
-            "looked": loop(BatchFixed(widest - 1, "fixed", reads_confidence=True)),
-        }),
-    }
+    """Time plain, drafting and looking rounds by turns."""
+    loop, gamma = partial(_rounds, pair, requests), 0 if pair.draft is None else pair.draft.gamma
+    works = {"plain": loop(BatchFixed(0, "plain")),
+             "forward": partial(Together(pair, requests, len(PROMPT)).verify, PACKED, [1] * requests)}
+    if gamma:
+        works["drafted"] = loop(BatchFixed(gamma, "fixed"))
+    if gamma and pair.draft.has_confidence:
+        works["looked"] = loop(BatchFixed(gamma, "fixed", reads_confidence=True))
     times = timed(works, HOST_ROUNDS, SHORT_SECONDS if short else None, lambda text: None)
-    seconds = {what: timing.median for what, timing in times.items()}
-    host = max(0.0, seconds["plain"] - seconds["narrow"])
-    if pair.draft is None:
-        return Around(host)
-    drafting = max(0.0, seconds["drafted"] - seconds["wide"] - host)
-    return Around(host, drafting, max(0.0, seconds.get("looked", 0.0) - seconds["drafted"]))
+    plain, forward, drafted, looked = (times[what].median if what in times else 0.0
+                                       for what in ("plain", "forward", "drafted", "looked"))
+    return Around(max(0.0, plain - forward), max(0.0, drafted - plain), max(0.0, looked - drafted))
 
 
 def _rounds(pair: Pair, requests: int, policy: BatchFixed) -> Callable[[], Any]:
@@ -147,16 +137,37 @@ def _rounds(pair: Pair, requests: int, policy: BatchFixed) -> Callable[[], Any]:
     return batch.step
 
 
-def with_around(grid: CostGrid, requests: int, around: Around) -> CostGrid:
-    """The grid with what was measured around the forwards of so many requests, spread over them."""
-    slots = max((slots for _, slots in grid.draft), default=0)
-    more = (around.drafting - grid.drafting(requests, slots)) / requests if around.drafting else 0.0
+def with_around(grid: CostGrid, measured: Mapping[int, Around]) -> CostGrid:
+    """The grid with rounds of the loop as they are, by counts of requests.
+
+    Forwards were timed one by one, and minutes apart on a machine that is not always equally fast. What a round
+    adds to a plain one is therefore set right as a whole: in the loop, host work hides behind the draft, contexts
+    are copied and more rows judged. Host and read are spread over the requests of the largest count.
+    """
+    scales = {requests: _scale(grid, requests, around.surplus) for requests, around in measured.items()}
+    most = max(measured)
     return replace(
         grid,
-        draft={(n, m): max(0.0, seconds + n * more) for (n, m), seconds in grid.draft.items()},
-        host_request=max(0.0, around.host - grid.host) / requests,
-        read_request=max(0.0, around.read - grid.read) / requests,
+        packed={(n, m): _stretched(grid, n, seconds, scales.get(n, 1.0)) for (n, m), seconds in grid.packed.items()},
+        rectangular={(n, m): _stretched(grid, n, seconds, scales.get(n, 1.0))
+                     for (n, m), seconds in grid.rectangular.items()},
+        draft={(n, m): seconds * scales.get(n, 1.0) for (n, m), seconds in grid.draft.items()},
+        host_request=max(0.0, measured[most].host - grid.host) / most,
+        read_request=max(0.0, measured[most].read - grid.read) / most,
     )
+
+
+def _scale(grid: CostGrid, requests: int, surplus: float) -> float:
+    """The measured surplus of a drafting round over the priced one; 1 where either is nothing."""
+    slots = max((slots for _, slots in grid.draft), default=0)
+    priced = (grid.packed.get((requests, requests * (slots + 1)), 0.0) - grid.packed[requests, requests]
+              + grid.drafting(requests, slots))
+    return surplus / priced if slots and surplus > 0 and priced > 0 else 1.0
+
+
+def _stretched(grid: CostGrid, requests: int, seconds: float, scale: float) -> float:
+    plain = grid.packed[requests, requests]
+    return max(0.0, plain + scale * (seconds - plain))
 
 
 def packed_rows(requests: int, widest: int, short: bool = False) -> list[int]:
