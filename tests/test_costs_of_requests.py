@@ -136,7 +136,7 @@ def test_the_command_measures_stores_and_prints(monkeypatch, unmeasured):
     clock = Clock(monkeypatch)
     monkeypatch.setattr(costs, "Together", lambda pair, requests, depth: clock.begin(requests, depth))
     monkeypatch.setattr(costs, "measure_around", lambda pair, requests, short: Around(
-        host=CURVE.host + 0.25 * requests, surplus=0.5 * requests, read=CURVE.read + 0.1 * requests))
+        host=CURVE.host + 0.25 * requests, surplus=0.5 * requests, read=CURVE.read + 0.1 * requests, rank=0.2 * requests))
     done = CliRunner().invoke(profile.command, ["--requests", "2,1", "--short"])
     assert done.exit_code == 0, done.output
     text = done.stdout.split("\n\n")[1]
@@ -149,7 +149,7 @@ def test_the_command_measures_stores_and_prints(monkeypatch, unmeasured):
     for n in (1, 2):
         surplus = stored.verify("packed", [4] * n) - stored.verify("packed", [1] * n) + stored.drafting(n, 3)
         assert surplus == pytest.approx(0.5 * n)
-    assert "host 700.000 ms a round of 2, a look at the confidences 500.000 ms" in text
+    assert "host 700.000 ms a round of 2, a look at the confidences 500.000 ms, ranking by the device 400.000 ms" in text
     both = json.loads(CliRunner().invoke(profile.command, ["--requests", "2", "--short", "--json"]).stdout)
     assert CostCurve.from_dict(both["curve"]) == CURVE and CostGrid.from_dict(both["grid"]).most_requests == 2
 
@@ -181,18 +181,18 @@ def test_rounds_are_priced_beside_their_forwards(monkeypatch):
     tick(batch, "propose_many", lambda args: 2.0)
     tick(batch, "_read_confidences", lambda args: 0.5 if args[0] else 0.0)
     tick(costs.Batch, "step", lambda args: 3.0)
-    assert costs.measure_around(pair, 3) == Around(host=3.0, surplus=3 * 7 + 2.0, read=0.5)
+    assert costs.measure_around(pair, 3) == Around(host=3.0, surplus=3 * 7 + 2.0, read=0.5, rank=3 * 3)
     assert costs.measure_around(pair_of(build_model("qwen3"), None), 3) == Around(host=3.0)
 
 
 def test_a_drafting_round_is_set_right_as_a_whole():
     grid = CostGrid({(1, 1): 0.5, (1, 4): 0.6, (2, 2): 1.0, (2, 5): 1.3, (2, 8): 1.6}, {(2, 1): 1.1, (2, 4): 1.5},
                     draft={(2, 1): 0.2, (2, 3): 0.4}, host=0.2, read=0.1)
-    whole = costs.with_around(grid, {2: Around(host=0.6, surplus=0.5, read=0.3)})  # priced at 1.0
+    whole = costs.with_around(grid, {2: Around(host=0.6, surplus=0.5, read=0.3, rank=0.04)})  # priced at 1.0
     assert whole.packed == pytest.approx({(1, 1): 0.5, (1, 4): 0.6, (2, 2): 1.0, (2, 5): 1.15, (2, 8): 1.3})
     assert whole.rectangular == pytest.approx({(2, 1): 1.05, (2, 4): 1.25})
     assert whole.draft == pytest.approx({(2, 1): 0.1, (2, 3): 0.2})
-    assert (whole.host_request, whole.read_request) == pytest.approx((0.2, 0.1))
+    assert (whole.host_request, whole.read_request, whole.rank_request) == pytest.approx((0.2, 0.1, 0.02))
     assert costs.with_around(grid, {2: Around(host=0.1)}) == grid, "less than what one request takes is noise"
 
 

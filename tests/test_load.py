@@ -140,6 +140,46 @@ def test_the_second_read_is_not_bought_where_it_is_dear():
     assert rates[1] > 1.05 * sim.replay_load(make_batch_policy("paper", GAMMA, True, paid), contents, paid).rate
 
 
+@pytest.mark.parametrize("name", ["rising", "stepped"])
+def test_where_looks_are_dear_the_device_ranks_better_than_forecasts(name):
+    """A calibration that is no temperatures keeps the device from ranking; it changes nothing else."""
+    grid, contents = replace(grid_of(name, 8), read=0.2), contents_of("swinging", 8, 300)
+    by_device, by_forecast = (sim.replay_load(make_batch_policy("auto", GAMMA, True, grid, calibrate), contents, grid)
+                              for calibrate in (tuple, lambda confidences: tuple(confidences)))
+    assert by_device.rate > 1.02 * by_forecast.rate
+
+
+def test_the_device_does_not_rank_where_that_is_dear():
+    contents, rates = contents_of("swinging", 4), {}
+    for dear in (0.0, 0.1):
+        grid = replace(grid_of("rising", 4), read=0.5, rank_request=dear)
+        for text in ("auto", "lagged"):
+            rates[text, dear] = sim.replay_load(make_batch_policy(text, GAMMA, True, grid), contents, grid).rate
+    assert rates["lagged", 0.1] < 0.85 * rates["lagged", 0.0]
+    assert 0.97 * rates["auto", 0.0] < rates["auto", 0.1] < rates["auto", 0.0]
+
+
+def test_slots_that_do_not_pay_are_not_proposed():
+    """A draft that costs by its slots, beside rows that are dear: few slots; now and then all, to see."""
+    dear = CostCurve({n: 0.8 + 0.2 * n for n in range(1, 129)}, draft={n: 0.05 * n for n in range(1, GAMMA + 1)})
+    grid, contents = CostGrid.from_curve(dear, [4], GAMMA), contents_of("swinging", 4, 600)
+    policy, asked = make_batch_policy("auto", GAMMA, True, grid), []
+    before = policy.before
+
+    def counted(lines):
+        slots = before(lines)
+        asked.append(max(slots.values()))
+        return slots
+
+    policy.before = counted
+    run = sim.replay_load(policy, contents, grid)
+    late = [slots for slots in asked[200:] if slots]
+    assert np.mean(late) < 4 and GAMMA in late
+    whole = make_batch_policy("auto", GAMMA, True, grid)
+    whole._propose = lambda drafting, *more: GAMMA if drafting else 0
+    assert run.rate > 1.02 * sim.replay_load(whole, contents, grid).rate
+
+
 def test_the_cheaper_layout_is_executed():
     derived = grid_of("rising", 4)
     square = replace(derived, rectangular={key: 0.8 * seconds for key, seconds in derived.rectangular.items()})

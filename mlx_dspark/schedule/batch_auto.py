@@ -69,6 +69,7 @@ class BatchAuto(ByCost):
         self._parking: dict[Hashable, Parking] = {}
         self._insights: dict[Hashable, Insight] = {}
         self._fresh: dict[Hashable, bool] = {}  # whose forecast has learned since the last decision; by a probe?
+        self._ranks = True  # in the present round, where nobody looks
         self._reads = self._looked = True  # in the present round; in the last one that drafted
         self._width, self._drafted = self.gamma, 0  # slots proposed, and for how many rounds
         self._unjudged = 0  # rounds since looking was last judged
@@ -92,7 +93,7 @@ class BatchAuto(ByCost):
         values = {request: shares.value(gain) for request, gain in gains.items()}
         self._review(values, load)
         drafting = self._decide(values, shares, load)
-        self._reads = self._worth_reading(drafting, price * self.grid.reading(len(lines)), load)
+        self._reads, self._ranks = self._worth_following(drafting, price, load)
         width = self._propose(len(drafting), always, price, load)
         return {line.request: self.slots(line) if line.fixed is not None
                 else min(width, self.slots(line)) if line.request in drafting else 0 for line in lines}
@@ -113,7 +114,9 @@ class BatchAuto(ByCost):
         else:
             drafts = search(rows, taken, prices, lambda tokens, seconds: tokens - price * seconds)
         plan = self.plan(lines, confidences, drafts, list(map(self._reason, lines, drafts)))
-        return plan if looks or self.temperatures is None else self.leave_to_device(plan, lines)
+        if looks or not self._ranks or self.temperatures is None:
+            return plan
+        return self.leave_to_device(plan, lines)
 
     def learn_confidences(self, landed: Mapping[Hashable, Round], seen: Mapping[Hashable, Sequence[float]]) -> None:
         """Was it good to draft, and to look?"""
@@ -140,15 +143,17 @@ class BatchAuto(ByCost):
         drafts = search([rows.get(line.request, []) for line in lines], taken, prices,
                         lambda tokens, seconds: tokens - price * seconds)
         row = price * _row_seconds(prices, taken, drafts)
-        read = price * self.grid.reading(len(lines)) / max(1, len(rows))
+        costs = {RANK: self.grid.ranking(len(lines)), LOOK: self.grid.reading(len(lines))}
+        costs = {what: price * seconds / max(1, len(rows)) for what, seconds in costs.items()}
         return {line.request: sum(rows[line.request][:count]) - row * count
-                + max(0.0, self._follows(line.request, load, read))
+                + max(0.0, self._follows(line.request, load, costs))
                 for line, count in zip(lines, drafts, strict=True) if line.request in rows}
 
-    def _follows(self, request: Hashable, load: Load, read: float) -> float:
-        """Tokens gained by following what a round shows, a look paid where one is taken (always, if it is free)."""
+    def _follows(self, request: Hashable, load: Load, costs: Mapping[str, float]) -> float:
+        """Tokens gained by following what a round shows, in the way that gains most (a look, where it is free)."""
         rank, look = (self._insight(request, load, what) or 0.0 for what in (RANK, LOOK))
-        return rank + (max(0.0, look - read) if read else look)
+        looked = rank + look - costs[LOOK]
+        return max(looked, rank - costs[RANK]) if costs[LOOK] else looked
 
     def _hopes(self, line: Line) -> list[float]:
         """Expected confidences; those of an optimist while hardly anything was seen."""
@@ -194,11 +199,15 @@ class BatchAuto(ByCost):
         """Whether losing this much leaves the run ahead of plain decoding, or behind by the stake at most."""
         return self.lead - tokens >= -STAKE * self.tokens
 
-    def _worth_reading(self, drafting: set[Hashable], cost: float, load: Load) -> bool:
-        """Whether looking into this round brings the tokens that it costs."""
-        insights = [self._insight(request, load, LOOK) for request in drafting]
-        known = [insight for insight in insights if insight is not None]
-        return len(known) < len(insights) or max(0.0, sum(known)) >= cost
+    def _worth_following(self, drafting: set[Hashable], price: float, load: Load) -> tuple[bool, bool]:
+        """(whether to look into this round, whether else to let the device rank): what brings more than it costs."""
+        rank, look = ([self._insight(request, load, what) for request in drafting] for what in (RANK, LOOK))
+        if None in look:
+            return True, True
+        ranked, looked = (max(0.0, sum(value or 0.0 for value in values)) for values in (rank, look))
+        ranked_only = ranked - price * self.grid.ranking(len(self.known))
+        looks = ranked + looked - price * self.grid.reading(len(self.known)) >= max(0.0, ranked_only)
+        return looks, ranked_only >= 0
 
     def _propose(self, drafting: int, always: int, price: float, load: Load) -> int:
         """Slots to propose: so many that what further ones bring would not pay for them."""
@@ -232,11 +241,15 @@ class BatchAuto(ByCost):
         asked = [one.proposed for one in rounds if one.proposed]
         seconds = (self.grid.cheaper([one.rows for one in rounds], depths)[1] + self.grid.around(len(rounds))
                    + self.grid.drafting(len(asked), max(asked, default=0))
-                   + (self.grid.reading(len(rounds)) if asked and self._looked else 0.0))
+                   + (self._following(len(rounds)) if asked else 0.0))
         tokens, plain = sum(len(one.tokens) for one in rounds), seconds * self._plain_rate(depths)
         self._load(len(rounds)).rate.add(tokens, plain)
         self.tokens += tokens
         self.lead += tokens - plain
+
+    def _following(self, requests: int) -> float:
+        """Seconds that the last drafting round spent on following its confidences."""
+        return self.grid.reading(requests) if self._looked else self.grid.ranking(requests) * self._ranks
 
     def _judge(
         self, rounds: Mapping[Hashable, Round], seen: Mapping[Hashable, Sequence[float]], depths: Sequence[int]

@@ -20,7 +20,7 @@ from .cost import CostCurve
 
 PACKED, RECTANGULAR = "packed", "rectangular"
 LAYOUTS = (PACKED, RECTANGULAR)
-SECONDS = ("host", "host_request", "read", "read_request")
+SECONDS = ("host", "host_request", "read", "read_request", "rank_request")
 
 Pair = tuple[int, int]
 
@@ -61,6 +61,7 @@ class CostGrid:
     draft: one batched proposal by (requests that draft, slots each); empty costs nothing.
     host: per round, everything that is not a forward. host_request: the same, more per request.
     read: what a look at the round's confidences adds to it. read_request: the same, more per request.
+    rank_request: what the device's sharing out of rows adds to a round, per request.
     about: where and when it was measured, or what it was derived from.
 
     Raises FormatError for values that cannot have been measured.
@@ -76,6 +77,7 @@ class CostGrid:
     host_request: float = 0.0
     read: float = 0.0
     read_request: float = 0.0
+    rank_request: float = 0.0
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -156,6 +158,10 @@ class CostGrid:
     def reading(self, requests: int) -> float:
         """Seconds that a look at the confidences adds to a round."""
         return self.read + requests * self.read_request
+
+    def ranking(self, requests: int) -> float:
+        """Seconds that a round takes longer where the device shares out the rows."""
+        return requests * self.rank_request
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON; a table is {requests: {count: seconds}}."""

@@ -82,6 +82,7 @@ def replay_load(policy: BatchPolicy, contents: Sequence[Content], grid: CostGrid
         asked = [_asked(line, slots[line.request], own if reads else None)
                  for line, own in zip(lines, seen, strict=True)]
         plan = policy.after(asked)
+        ranks = plan.ranked is not None
         if isinstance(policy, ByCost):  # the device's part, which costs no read
             plan = policy.share_out(plan, [_asked(line, slots[line.request], own)
                                            for line, own in zip(lines, seen, strict=True)])
@@ -89,7 +90,7 @@ def replay_load(policy: BatchPolicy, contents: Sequence[Content], grid: CostGrid
         widths = [plan.drafts[line.request] + 1 for line in lines]
         proposing = [line.proposed for line in asked if line.proposed]
         seconds += (grid.verify(plan.layout, widths) + grid.drafting(len(proposing), max(proposing, default=0))
-                    + grid.around(requests) + grid.reading(requests) * reads)
+                    + grid.around(requests) + grid.reading(requests) * reads + grid.ranking(requests) * ranks)
         tokens, rows = tokens + sum(accepted) + requests, rows + sum(widths)
         drafted, packed = drafted + len(proposing), packed + (plan.layout == PACKED)
         policy.learn({

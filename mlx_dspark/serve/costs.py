@@ -22,6 +22,7 @@ from ..sampling import make_rule
 from ..schedule.batch import BatchFixed
 from ..schedule.cost import CostCurve
 from ..schedule.grid import PACKED, RECTANGULAR, CostGrid
+from ..schedule.lines import Line, Plan, Ranked
 from ..structs import KVOptions, Sampling
 from .batch import Batch, Follows, Member
 from .packed import LAYOUTS, can_be_rectangular, forward_many
@@ -102,12 +103,14 @@ class Around:
     """Rounds of so many requests in the real loop, in seconds.
 
     host: what a plain one takes beside its forward. surplus: what drafting and verifying whole blocks adds to a plain
-    one. read: what a look at the confidences adds to that.
+    one. read: what a look at the confidences adds to that. rank: what the device's sharing out of half the rows
+    adds to a round with as many.
     """
 
     host: float
     surplus: float = 0.0
     read: float = 0.0
+    rank: float = 0.0
 
 
 def measure_around(pair: Pair, requests: int, short: bool = False) -> Around:
@@ -119,10 +122,31 @@ def measure_around(pair: Pair, requests: int, short: bool = False) -> Around:
         works["drafted"] = loop(BatchFixed(gamma, "fixed"))
     if gamma and pair.draft.has_confidence:
         works["looked"] = loop(BatchFixed(gamma, "fixed", reads_confidence=True))
+        works["half"] = loop(_Half(gamma, "fixed"))
+        works["ranked"] = loop(_Ranked(gamma, "fixed"))
     times = timed(works, HOST_ROUNDS, SHORT_SECONDS if short else None, lambda text: None)
-    plain, forward, drafted, looked = (times[what].median if what in times else 0.0
-                                       for what in ("plain", "forward", "drafted", "looked"))
-    return Around(max(0.0, plain - forward), max(0.0, drafted - plain), max(0.0, looked - drafted))
+    seconds = {what: timing.median for what, timing in times.items()}
+
+    def more(one: str, other: str) -> float:
+        return max(0.0, seconds[one] - seconds[other]) if one in seconds else 0.0
+
+    return Around(more("plain", "forward"), more("drafted", "plain"), more("looked", "drafted"), more("ranked", "half"))
+
+
+class _Half(BatchFixed):
+    """Verify every other draft."""
+
+    def after(self, lines: Sequence[Line]) -> Plan:
+        plan = super().after(lines)
+        return replace(plan, drafts={request: (drafts + 1) // 2 for request, drafts in plan.drafts.items()})
+
+
+class _Ranked(_Half):
+    """Verify as many, of all requests' drafts."""
+
+    def after(self, lines: Sequence[Line]) -> Plan:
+        plan, most = super().after(lines), {line.request: line.proposed for line in lines if line.proposed}
+        return replace(plan, drafts=most, ranked=Ranked(tuple(most), sum(plan.drafts.values()))) if most else plan
 
 
 def _rounds(pair: Pair, requests: int, policy: BatchFixed) -> Callable[[], Any]:
@@ -142,7 +166,7 @@ def with_around(grid: CostGrid, measured: Mapping[int, Around]) -> CostGrid:
 
     Forwards were timed one by one, and minutes apart on a machine that is not always equally fast. What a round
     adds to a plain one is therefore set right as a whole: in the loop, host work hides behind the draft, contexts
-    are copied and more rows judged. Host and read are spread over the requests of the largest count.
+    are copied and more rows judged. Host, read and rank are spread over the requests of the largest count.
     """
     scales = {requests: _scale(grid, requests, around.surplus) for requests, around in measured.items()}
     most = max(measured)
@@ -154,6 +178,7 @@ def with_around(grid: CostGrid, measured: Mapping[int, Around]) -> CostGrid:
         draft={(n, m): seconds * scales.get(n, 1.0) for (n, m), seconds in grid.draft.items()},
         host_request=max(0.0, measured[most].host - grid.host) / most,
         read_request=max(0.0, measured[most].read - grid.read) / most,
+        rank_request=measured[most].rank / most,
     )
 
 
