@@ -8,7 +8,9 @@ that are seen and forecasts of those that are not:
     max_k  sum of the k best survivals from here - lambda * (T(rows + k) - T(rows)) > 0,   T the cheaper layout
 
 Which requests draft at all is decided before the draft is paid for: those whose forecast pays for their
-share of the batched proposal. The others are parked one by one, and probe as a single stream does.
+share of the batched proposal. The others are parked one by one, and probe as a single stream does. How many slots
+are proposed, and whether the round's confidences are read by the host, ranked by the device or left alone,
+goes by what each has brought and what it costs.
 """
 
 from __future__ import annotations
@@ -30,8 +32,6 @@ from .rate import Calibrate, RunRate
 FULL = 16  # rounds that draft: one in so many proposes the whole block, to see what the last slots are worth
 SOME = 4  # rounds: while nobody looks, one in so many is judged
 FAMILIAR = 8  # rounds after which a request's own insight counts as much as everybody's
-
-
 RANK, LOOK = "rank", "look"
 
 
