@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from .errors import FormatError
 from .schedule.cost import CostCurve
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .load import Pair
 
 CACHE_VARIABLE = "MLX_DSPARK_CACHE"
+Costs = TypeVar("Costs", CostCurve, CostGrid)
 
 
 def cache_folder() -> Path:
@@ -82,13 +83,7 @@ def calibration_path(pair: Pair) -> Path:
 
 def find_curve(pair: Pair) -> CostCurve | None:
     """The stored curve of this pair on this machine, None when there is none. Raises FormatError if damaged."""
-    path = curve_path(pair)
-    if not path.exists():
-        return None
-    try:
-        return CostCurve.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except (json.JSONDecodeError, UnicodeDecodeError, FormatError) as error:
-        raise FormatError(f"{path} is damaged ({error}): remove it, or run mlx_dspark profile again") from None
+    return _find(curve_path(pair), CostCurve.from_dict, "mlx_dspark profile")
 
 
 def stored_curves() -> list[dict[str, Any]]:
@@ -117,14 +112,17 @@ def grid_path(pair: Pair) -> Path:
 
 def find_grid(pair: Pair) -> CostGrid | None:
     """The stored grid of this pair on this machine, None when there is none. Raises FormatError if damaged."""
-    path = grid_path(pair)
+    return _find(grid_path(pair), CostGrid.from_dict, "mlx_dspark profile --requests")
+
+
+def _find(path: Path, read: Callable[[Any], Costs], command: str) -> Costs | None:
+    """What `command` stored, None where there is no file."""
     if not path.exists():
         return None
     try:
-        return CostGrid.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        return read(json.loads(path.read_text(encoding="utf-8")))
     except (json.JSONDecodeError, UnicodeDecodeError, FormatError) as error:
-        raise FormatError(f"{path} is damaged ({error}): remove it, or run mlx_dspark profile --requests again"
-                          ) from None
+        raise FormatError(f"{path} is damaged ({error}): remove it, or run {command} again") from None
 
 
 def save_grid(pair: Pair, grid: CostGrid) -> Path:

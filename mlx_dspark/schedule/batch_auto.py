@@ -112,7 +112,7 @@ class BatchAuto(ByCost):
             forecasts = [self.known[line.request].forecast for line in lines]
             drafts = self._look(rows, confidences, forecasts, taken, prices, price)
         else:
-            drafts = search(rows, taken, prices, lambda tokens, seconds: tokens - price * seconds)
+            drafts = _most_valuable(rows, taken, prices, price)
         plan = self.plan(lines, confidences, drafts, list(map(self._reason, lines, drafts)))
         if looks or not self._ranks or self.temperatures is None:
             return plan
@@ -140,8 +140,7 @@ class BatchAuto(ByCost):
         open_lines = [line for line in lines if line.fixed is None and self.slots(line)]
         rows = {line.request: survivals(self._hopes(line)[: min(self._width, self.slots(line))]) for line in open_lines}
         taken, prices = [self.taken(line) for line in lines], self.prices(lines)
-        drafts = search([rows.get(line.request, []) for line in lines], taken, prices,
-                        lambda tokens, seconds: tokens - price * seconds)
+        drafts = _most_valuable([rows.get(line.request, []) for line in lines], taken, prices, price)
         row = price * _row_seconds(prices, taken, drafts)
         costs = {RANK: self.grid.ranking(len(lines)), LOOK: self.grid.reading(len(lines))}
         costs = {what: price * seconds / max(1, len(rows)) for what, seconds in costs.items()}
@@ -271,7 +270,7 @@ class BatchAuto(ByCost):
         looked = [one.rows - 1 for one in rounds.values()] if self._looked else (
             self._look(rows, confidences, forecasts, taken, prices, price))
         expected = [survivals(one.expected()[: len(own)]) for one, own in zip(forecasts, rows, strict=True)]
-        planned = search(expected, taken, prices, lambda tokens, seconds: tokens - price * seconds)
+        planned = _most_valuable(expected, taken, prices, price)
         ranked = self._ranked(planned, rows, taken, prices)
         row = price * _row_seconds(prices, taken, looked)
         seconds = prices.seconds(sum(looked), max(looked)) - prices.seconds(sum(planned), max(planned))
@@ -453,6 +452,11 @@ class _Ahead:
                 tail.append((-survival, slot))
             self._tails[key] = tail
         return self._tails[key]
+
+
+def _most_valuable(rows: Survivals, taken: Sequence[int], prices: Prices, price: float) -> list[int]:
+    """Drafts of each request whose tokens are worth most, their seconds paid; for confidences that nobody has seen."""
+    return search(rows, taken, prices, lambda tokens, seconds: tokens - price * seconds)
 
 
 def _row_seconds(prices: Prices, taken: Sequence[int], drafts: Sequence[int]) -> float:
