@@ -32,8 +32,11 @@ class DecodeOptions:
     """Everything a run needs to know, resolved before the loop.
 
     max_tokens: None runs until a stop token. stop_ids: token ids that end the text.
-    logprobs, confidences: read these too, in the same host read.
+    logprobs, confidences: read these too, in the same host read. top_logprobs: with logprobs, of so many of the most
+        likely tokens in each place.
     timing: evaluate after each part, so that `Round.seconds` tells draft and verify apart; slower.
+
+    Raises ValueError for top_logprobs below 0 or without logprobs.
     """
 
     rule: Rule
@@ -43,8 +46,15 @@ class DecodeOptions:
     kv: KVOptions = KVOptions()
     prefill_step: int = 2048
     logprobs: bool = False
+    top_logprobs: int = 0
     confidences: bool = False
     timing: bool = False
+
+    def __post_init__(self) -> None:
+        if self.top_logprobs < 0:
+            raise ValueError(f"top_logprobs is {self.top_logprobs}: give 0 (off) or a positive count")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"top_logprobs is {self.top_logprobs} without logprobs: ask for logprobs, too")
 
 
 def decode(pair: Pair, prompt: Sequence[int], options: DecodeOptions) -> Iterator[Round]:
@@ -192,7 +202,7 @@ def submit(run: Run, flight: Flight) -> None:
     """Start the device on everything that the host will read of this round."""
     wanted = run.options.confidences or run.policy.uses_confidence
     read_confidences = wanted and flight.confidences is None
-    flight.packed = pack(flight, run.options.logprobs, read_confidences)
+    flight.packed = pack(flight, run.options.logprobs, run.options.top_logprobs, read_confidences)
     mx.async_eval(flight.packed)
 
 
@@ -211,7 +221,7 @@ def land(run: Run, flight: Flight) -> Round:
 def settle(run: Run, flight: Flight, numbers: list[int]) -> Round:
     """Commit a round whose packed outcome has been read, and cut it at the first stop token."""
     since = time.perf_counter()
-    outcome = unpack(flight, numbers, run.options.logprobs)
+    outcome = unpack(flight, numbers, run.options.logprobs, run.options.top_logprobs)
     if not flight.settled:
         commit(run, flight, outcome.accepted)
     kept, finish = _cut(outcome.tokens[: outcome.accepted + 1], run.options.stop_ids, flight.last)
@@ -228,6 +238,7 @@ def settle(run: Run, flight: Flight, numbers: list[int]) -> Round:
         schedule=replace(flight.schedule, drafts=len(outcome.drafts)),
         seconds=flight.seconds,
         logprobs=None if outcome.logprobs is None else tuple(outcome.logprobs[:kept]),
+        top_logprobs=None if outcome.top_logprobs is None else tuple(outcome.top_logprobs[:kept]),
         confidences=None if confidences is None else tuple(confidences),
         finish=finish,
     )

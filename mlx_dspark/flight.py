@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
-from .structs import Proposal, Schedule, Verdict
+from .sampling import logprobs_of, most_likely
+from .structs import Proposal, Schedule, TopLogprobs, Verdict
 
 
 @dataclass
@@ -39,18 +40,22 @@ class Flight:
 class Outcome:
     """What the host reads of a round. `tokens` is only meaningful up to the one after the accepted run.
 
-    drafts: those that were verified.
+    drafts: those that were verified. logprobs, top_logprobs: one a row, those behind `tokens` as meaningless as these.
     """
 
     tokens: list[int]
     accepted: int
     drafts: list[int]
     logprobs: list[float] | None
+    top_logprobs: list[TopLogprobs] | None
     confidences: list[float] | None
 
 
-def pack(flight: Flight, logprobs: bool, confidences: bool) -> mx.array:
-    """Everything the host will read of a judged round, in one int32 vector (floats by their bits)."""
+def pack(flight: Flight, logprobs: bool, top: int, confidences: bool) -> mx.array:
+    """Everything the host will read of a judged round, in one int32 vector (floats by their bits).
+
+    top: with logprobs, how many of the most likely tokens of each row.
+    """
     verdict, proposal, drafted = flight.verdict, flight.proposal, flight.schedule.drafts
     parts = [verdict.tokens[0]]
     if drafted:
@@ -58,13 +63,22 @@ def pack(flight: Flight, logprobs: bool, confidences: bool) -> mx.array:
     if flight.limit is not None:
         parts.append(flight.limit)
     if logprobs:
-        parts.append(mx.view(verdict.logprobs[0], mx.int32))
+        parts += _pack_logprobs(verdict.tokens[0, :, None], verdict.logits[0], top)
     if confidences and proposal.confidence_logits is not None:
         parts.append(mx.view(mx.sigmoid(proposal.confidence_logits[0]), mx.int32))
     return mx.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
-def unpack(flight: Flight, numbers: list[int], logprobs: bool) -> Outcome:
+def _pack_logprobs(tokens: mx.array, logits: mx.array, top: int) -> list[mx.array]:
+    """Of rows of logits [T, V]: the ids of their best, the values of their tokens [T, 1], the values of their best."""
+    if not top:
+        return [mx.view(logprobs_of(logits, tokens)[:, 0], mx.int32)]
+    best = most_likely(logits, top)  # [T, top]
+    values = mx.view(logprobs_of(logits, mx.concatenate([tokens, best], axis=1)), mx.int32)  # [T, 1 + top]
+    return [best.flatten(), values[:, 0], values[:, 1:].flatten()]
+
+
+def unpack(flight: Flight, numbers: list[int], logprobs: bool, top: int) -> Outcome:
     """The inverse of `pack`."""
     drafted = flight.schedule.drafts
     rows = drafted + 1
@@ -72,9 +86,17 @@ def unpack(flight: Flight, numbers: list[int], logprobs: bool) -> Outcome:
     accepted, drafts, rest = (rest[0], rest[1:rows], rest[rows:]) if drafted else (0, [], rest)
     if flight.limit is not None:
         drafts, rest = drafts[: rest[0]], rest[1:]
-    floats = _floats(rest)
-    return Outcome(tokens, accepted, drafts, floats[:rows] if logprobs else None,
-                   floats[rows if logprobs else 0 :] or None)
+    known = rows if logprobs else 0
+    ids, floats = rest[: known * top], _floats(rest[known * top :])
+    end = known + len(ids)
+    return Outcome(tokens, accepted, drafts, floats[:known] or None, _tops(ids, floats[known:end], top),
+                   floats[end:] or None)
+
+
+def _tops(ids: list[int], values: list[float], top: int) -> list[TopLogprobs] | None:
+    """The best of each row, None if there are none."""
+    pairs = list(zip(ids, values, strict=True))
+    return [tuple(pairs[at : at + top]) for at in range(0, len(pairs), top)] if top else None
 
 
 def _floats(bits: list[int]) -> list[float]:

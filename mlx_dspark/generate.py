@@ -17,7 +17,7 @@ import click
 
 from .commands import SETTINGS, Notes, open_pair, pair_options, run_command
 from .stats import Statistics
-from .structs import KVOptions, Round, Sampling
+from .structs import KVOptions, Round, Sampling, TopLogprobs, listed, listed_tops
 from .terminal import DraftColours, open_record, read_prompt, recorded, show_nothing, show_text
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Chunk:
     """What one round adds to the answer.
 
     text: may be empty while characters or a possible stop string are incomplete.
-    ids: committed tokens, a final stop token included; logprobs: one each when asked for.
+    ids: committed tokens, a final stop token included; logprobs, top_logprobs: one each when asked for (see `Round`).
     finish_reason: None, "stop" or "length"; only the last chunk has one.
     round: the record of the round; None for a last chunk that only releases held text.
     stats: running totals (one object, updated in place).
@@ -45,6 +45,7 @@ class Chunk:
     finish_reason: str | None
     round: Round | None
     stats: Statistics
+    top_logprobs: tuple[TopLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Generation:
     logprobs: tuple[float, ...] | None
     finish_reason: str
     stats: Statistics
+    top_logprobs: tuple[TopLogprobs, ...] | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -64,7 +66,9 @@ class Generation:
         """The JSON document of `--json`."""
         document: dict[str, Any] = {"text": self.text, "ids": list(self.ids), "finish_reason": self.finish_reason}
         if self.logprobs is not None:
-            document["logprobs"] = [round(value, 6) for value in self.logprobs]
+            document["logprobs"] = listed(self.logprobs)
+        if self.top_logprobs is not None:
+            document["top_logprobs"] = listed_tops(self.top_logprobs)
         return {**document, "stats": self.stats.to_dict()}
 
 
@@ -78,6 +82,7 @@ def stream_generate(
     stop: Sequence[str] = (),
     kv: KVOptions | None = None,
     logprobs: bool = False,
+    top_logprobs: int = 0,
     confidences: bool = False,
     timing: bool = False,
     prefill_step: int = 2048,
@@ -97,6 +102,8 @@ def stream_generate(
     profile: measure this machine's costs (briefly) when the policy needs them and none are
         stored; without them None drafts the whole block. say: told what was measured or done without.
     stop: strings that end the text; the earliest one wins and is not part of the text.
+    logprobs: of every token, after penalties, at temperature 1; top_logprobs: with them, of so many of the most likely
+        tokens in each place.
     confidences: keep each round's confidences in its record. timing: tell draft and verify apart (slower).
     logits_processors: mlx-lm's protocol, applied after the penalties.
 
@@ -112,7 +119,7 @@ def stream_generate(
     sampling = sampling or Sampling()
     chosen, facts = policy_for(pair, policy, profile, say, remember=sampling.greedy)
     options = decode_options(pair, sampling, chosen, limit, kv or KVOptions(), prefill_step, logits_processors,
-                       logprobs=logprobs, confidences=confidences, timing=timing)
+                       logprobs=logprobs, top_logprobs=top_logprobs, confidences=confidences, timing=timing)
     return _stream(pair, ids, options, tuple(stop), facts)
 
 
@@ -125,14 +132,15 @@ def generate(
 
 def collect(chunks: Iterator[Chunk]) -> Generation:
     """Put chunks together."""
-    text, ids, logprobs, last = "", [], [], None
+    text, ids, logprobs, tops, last = "", [], [], [], None
     for last in chunks:
         text += last.text
         ids.extend(last.ids)
         logprobs.extend(last.logprobs or ())
+        tops.extend(last.top_logprobs or ())
     assert last is not None and last.finish_reason is not None, "a stream ends with a finish reason"
     return Generation(text, tuple(ids), tuple(logprobs) if last.logprobs is not None else None,
-                      last.finish_reason, last.stats)
+                      last.finish_reason, last.stats, tuple(tops) if last.top_logprobs is not None else None)
 
 
 def _stream(
@@ -164,7 +172,7 @@ class Answer:
         from .text import TextStream
 
         facts = {**pair.facts, "policy": options.policy.name, **facts, "seed": options.rule.seed, **machine()}
-        self._draft, self._logprobs = pair.draft, options.logprobs
+        self._draft, self._logprobs, self._tops = pair.draft, options.logprobs, options.top_logprobs > 0
         self._stream = TextStream(pair.tokenizer, stop, options.stop_ids)
         self._started = self._first = time.perf_counter()
         self.stats = Statistics(prompt_tokens, facts)
@@ -185,7 +193,7 @@ class Answer:
         else:
             stats.part_seconds["text"] += now - before
         stats.decode_seconds = now - self._first
-        return Chunk(piece.text, landed.tokens, landed.logprobs, None, landed, stats)
+        return Chunk(piece.text, landed.tokens, landed.logprobs, None, landed, stats, landed.top_logprobs)
 
     def end(self, finish: str | None = None) -> Chunk:
         """The last chunk: text that was held back, and why the answer ended (`finish` where a round does not say)."""
@@ -194,7 +202,8 @@ class Answer:
         if certified is not None:
             self.stats.facts = {**self.stats.facts, "certified_share": round(certified, 4)}
         reason = "stop" if rest.stopped else finish or self.finish
-        return Chunk(rest.text, (), () if self._logprobs else None, reason, None, self.stats)
+        return Chunk(rest.text, (), () if self._logprobs else None, reason, None, self.stats,
+                     () if self._tops else None)
 
 
 def _cut(landed: Round, kept: int) -> Round:
@@ -202,6 +211,7 @@ def _cut(landed: Round, kept: int) -> Round:
     return dataclasses.replace(
         landed, tokens=landed.tokens[:kept], accepted=min(landed.accepted, kept), finish="stop",
         logprobs=None if landed.logprobs is None else landed.logprobs[:kept],
+        top_logprobs=None if landed.top_logprobs is None else landed.top_logprobs[:kept],
     )
 
 
@@ -239,19 +249,23 @@ def token_limit(prompt: int, max_tokens: int | None, context: int | None) -> int
 
 def decode_options(
     pair: Pair, sampling: Sampling, policy: Policy, limit: int | None, kv: KVOptions, prefill_step: int,
-    logits_processors: Sequence[Callable[[Any, Any], Any]], **reads: bool,
+    logits_processors: Sequence[Callable[[Any, Any], Any]], *, top_logprobs: int = 0, **reads: bool,
 ) -> DecodeOptions:
     from .decode import DecodeOptions
     from .sampling import make_rule
 
     if prefill_step < 1:
         raise ValueError(f"prefill_step is {prefill_step}: give at least 1")
+    size = pair.target.vocab_size
     for token in sampling.logit_bias:
-        if pair.target.vocab_size is not None and token >= pair.target.vocab_size:
-            raise ValueError(f"logit_bias token {token} is outside the vocabulary of {pair.target.vocab_size}")
+        if size is not None and token >= size:
+            raise ValueError(f"logit_bias token {token} is outside the vocabulary of {size}")
+    if size is not None and top_logprobs > size:
+        raise ValueError(f"top_logprobs is {top_logprobs}: the vocabulary has {size} tokens, give at most {size}")
     return DecodeOptions(
         rule=make_rule(sampling, [*pair.target.processors(sampling), *logits_processors]),
-        policy=policy, max_tokens=limit, stop_ids=pair.stop_ids, kv=kv, prefill_step=prefill_step, **reads,
+        policy=policy, max_tokens=limit, stop_ids=pair.stop_ids, kv=kv, prefill_step=prefill_step,
+        top_logprobs=top_logprobs, **reads,
     )
 
 
@@ -282,6 +296,8 @@ def decode_options(
 @click.option("--quantized-kv-start", type=int, default=5000, help="From this many positions on.")
 @click.option("--prefill-step-size", type=int, default=2048, help="Prompt rows per forward.")
 @click.option("--logprobs", is_flag=True, help="With --json: the log-probability of each token.")
+@click.option("--top-logprobs", type=click.IntRange(0), default=0, metavar="N",
+              help="With --logprobs: also of the N most likely tokens in each place.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document: text, ids, finish_reason, stats.")
 @click.option("--record", type=click.Path(), help="Append the rounds to this file as JSON lines.")
 @click.option("--show-drafts", is_flag=True, help="On a terminal: colour accepted and rejected drafts.")
@@ -303,7 +319,7 @@ def command(text: str | None, prompt: str | None, prompt_file: str | None, **o: 
         ids = encode_prompt_for(pair, words, o)
         chunks = stream_generate(
             pair, ids, max_tokens=o["max_tokens"], sampling=sampling, policy=o["policy"], stop=o["stop"], kv=kv,
-            logprobs=o["logprobs"], confidences=record is not None, timing=o["timing"],
+            logprobs=o["logprobs"], top_logprobs=o["top_logprobs"], confidences=record is not None, timing=o["timing"],
             prefill_step=o["prefill_step_size"], profile=not o["no_profile"], say=notes.say,
         )
         if record is not None:
@@ -337,6 +353,8 @@ def _refuse_clashes(o: Mapping[str, Any]) -> None:
         raise click.UsageError("--json and --show-drafts exclude each other: choose one")
     if o["logprobs"] and not o["as_json"]:
         raise click.UsageError("--logprobs are part of the JSON document: add --json")
+    if o["top_logprobs"] and not o["logprobs"]:
+        raise click.UsageError("--top-logprobs come beside the tokens' own: add --logprobs")
 
 
 def _read_sampling(o: Mapping[str, Any]) -> Sampling:

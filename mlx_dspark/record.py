@@ -34,6 +34,7 @@ def judged(drafts: int, accepted: int, tokens: int) -> int:
 def round_from(row: Mapping[str, Any]) -> Round:
     """The round of a record's line, as far as it is kept there. Raises KeyError, TypeError or ValueError."""
     drafts, confidences, logprobs = tuple(row["drafts"]), row["confidences"], row["logprobs"]
+    tops = row.get("top_logprobs")  # older records have none
     accepted = int(row["accepted"])
     if not 0 <= accepted <= len(drafts) <= row["proposed"] or not all(0 <= c <= 1 for c in confidences or ()):
         raise ValueError("drafts, accepted and confidences do not fit together")
@@ -43,6 +44,7 @@ def round_from(row: Mapping[str, Any]) -> Round:
         schedule=Schedule(len(drafts), row["policy"], row["reason"]),
         seconds={part: ms / 1e3 for part, ms in row["ms"].items()},
         logprobs=None if logprobs is None else tuple(logprobs),
+        top_logprobs=None if tops is None else tuple(tuple((token, value) for token, value in best) for best in tops),
         confidences=None if confidences is None else tuple(map(float, confidences)), finish=row["finish"],
     )
 

@@ -144,7 +144,7 @@ class GreedyRule:
     ) -> Verdict:
         logits = _processed(self._process, logits, seen, drafts)
         accepted, tokens = self._accept(drafts, logits, limits)
-        return Verdict(accepted, tokens, _logprobs(logits, tokens))
+        return Verdict(accepted, tokens, logits)
 
 
 class SampledRule:
@@ -201,7 +201,28 @@ class SampledRule:
             accepted, tokens = self._accept(drafts, log_q, logits, self._scale, uniforms, keys, limits)
         else:
             accepted, tokens = sampled_reference(drafts, log_q, self._shape(logits), uniforms, keys, limits)
-        return Verdict(accepted, tokens, _logprobs(logits, tokens))
+        return Verdict(accepted, tokens, logits)
+
+
+def logprobs_of(logits: mx.array, tokens: mx.array) -> mx.array:
+    """Float32 log-probabilities, at temperature 1, of tokens [..., K] under logits [..., V]; shape [..., K]."""
+    logits = logits.astype(mx.float32)
+    return mx.take_along_axis(logits, tokens, axis=-1) - logsumexp(logits)
+
+
+def most_likely(logits: mx.array, count: int) -> mx.array:
+    """Ids of the `count` largest of logits [..., V], the largest first and of equals the lower id; int32 [..., count].
+
+    NaN counts as minus infinity. A partition and a sort leave the order of equals open, and half-precision logits are
+    often equal: so both see an integer that no two tokens share, the value above the id.
+    """
+    size = logits.shape[-1]
+    values = mx.where(mx.isnan(logits), -mx.inf, logits).astype(mx.float32) + 0.0  # there is one zero
+    bits = mx.view(values, mx.int32)
+    order = mx.where(bits < 0, bits ^ 0x7FFFFFFF, bits).astype(mx.int64)  # rises with the value
+    keys = (order << 32) | (size - 1 - mx.arange(size))  # [..., V]
+    best = -mx.sort(-mx.topk(keys, count, axis=-1), axis=-1)  # [..., count]
+    return (size - 1 - (best & 0xFFFFFFFF)).astype(mx.int32)
 
 
 _Process = Callable[[mx.array, mx.array | None, Sequence[mx.array]], mx.array]
@@ -263,9 +284,3 @@ def _keep_top(logits: mx.array, top_k: int, top_p: float) -> mx.array:
 def _keep_above(logits: mx.array, min_p: float) -> mx.array:
     """Tokens at least min_p times as likely as the most likely one."""
     return logits >= logits.max(axis=-1, keepdims=True) + mx.log(mx.array(min_p, dtype=mx.float32))
-
-
-def _logprobs(logits: mx.array, tokens: mx.array) -> mx.array:
-    logits = logits.astype(mx.float32)
-    chosen = mx.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-    return chosen - logsumexp(logits)[..., 0]  # [B, T]

@@ -7,12 +7,15 @@ V vocabulary, D hidden size, R Markov rank, M number of taps.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import mlx.core as mx
+
+LEAST_LOGPROB = -9999.0  # what stands for minus infinity in JSON, which has none
+TopLogprobs = tuple[tuple[int, float], ...]  # (id, log-probability): the most likely first, of equals the lower id
 
 
 @dataclass(frozen=True)
@@ -143,12 +146,12 @@ class Verdict:
     accepted: length of the accepted run                      [B]
     tokens: the accepted drafts, then the correction or bonus token; entries after it are
         meaningless                                           [B, N + 1]
-    logprobs: float32 log-probability of each of `tokens` after penalties, at temperature 1 [B, N + 1]
+    logits: the target's, after penalties and before the filters and the temperature [B, N + 1, V]
     """
 
     accepted: mx.array
     tokens: mx.array
-    logprobs: mx.array
+    logits: mx.array
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,9 @@ class Round:
     start: sequence position of the anchor.
     proposed: how many tokens the draft was asked for; drafts: those that were verified.
     accepted: how many drafts were kept. tokens: what was committed, bonus or correction included.
-    confidences: c_1..c_N of the proposal when they were read. logprobs: when they were asked for.
+    confidences: c_1..c_N of the proposal when they were read.
+    logprobs: of each token, after penalties, at temperature 1; top_logprobs: of the most likely ones in the place
+        of each token, by the same measure. Both only when they were asked for.
     seconds: host seconds by part. Without synchronised timing the device's work shows up in `wait`.
     finish: None, "stop" or "length".
     """
@@ -177,6 +182,7 @@ class Round:
     schedule: Schedule
     seconds: Mapping[str, float]
     logprobs: tuple[float, ...] | None = None
+    top_logprobs: tuple[TopLogprobs, ...] | None = None
     confidences: tuple[float, ...] | None = None
     finish: str | None = None
 
@@ -191,9 +197,25 @@ class Round:
             "accepted": self.accepted,
             "tokens": list(self.tokens),
             "confidences": None if self.confidences is None else [round(c, 6) for c in self.confidences],
-            "logprobs": None if self.logprobs is None else [round(p, 6) for p in self.logprobs],
+            "logprobs": None if self.logprobs is None else listed(self.logprobs),
+            "top_logprobs": None if self.top_logprobs is None else listed_tops(self.top_logprobs),
             "policy": self.schedule.policy,
             "reason": self.schedule.reason,
             "ms": {part: round(1e3 * s, 4) for part, s in self.seconds.items()},
             "finish": self.finish,
         }
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can hold: LEAST_LOGPROB for what is less, minus infinity or no number."""
+    return max(logprob, LEAST_LOGPROB) if math.isfinite(logprob) else LEAST_LOGPROB
+
+
+def listed(logprobs: Sequence[float]) -> list[float]:
+    """Log-probabilities for JSON, to six digits."""
+    return [round(finite(value), 6) for value in logprobs]
+
+
+def listed_tops(tops: Sequence[TopLogprobs]) -> list[list[list[float]]]:
+    """The most likely tokens of each place for JSON: [token id, log-probability] pairs."""
+    return [[[token, round(finite(value), 6)] for token, value in best] for best in tops]

@@ -149,6 +149,8 @@ def assert_records_agree(rounds: Sequence[Round], prompt: int, limit: int | None
         assert landed.rows == len(landed.drafts) + 1
         assert 0 <= landed.accepted <= len(landed.drafts) <= landed.proposed
         assert landed.tokens[: landed.accepted] == landed.drafts[: landed.accepted]
+        for kept in (landed.logprobs, landed.top_logprobs):
+            assert kept is None or len(kept) == len(landed.tokens)
         if landed.finish is None:
             assert len(landed.tokens) == landed.accepted + 1
             if landed.accepted < len(landed.drafts):
@@ -335,12 +337,13 @@ def reads_per_round(monkeypatch, pair, prompt, opts) -> list[int]:
         pytest.param("plain", {}, 1, id="plain"),
         pytest.param("fixed", {}, 1, id="fixed"),
         pytest.param("fixed:3", {}, 1, id="fixed-3"),
-        pytest.param("fixed", {"logprobs": True, "confidences": True}, 1, id="all-records"),
+        pytest.param("fixed", {"logprobs": True, "top_logprobs": 5, "confidences": True}, 1, id="all-records"),
         pytest.param("fixed", {"sampling": Sampling(0.8, top_p=0.9, seed=1)}, 1, id="sampled"),
         pytest.param("plain", {"sampling": Sampling(0.8, seed=1)}, 1, id="sampled-plain"),
         pytest.param("threshold:0", {}, 1, id="threshold-0"),
         pytest.param("threshold:0.5", {}, 2, id="threshold"),
-        pytest.param("threshold:0.5", {"logprobs": True, "confidences": True}, 2, id="threshold-all-records"),
+        pytest.param("threshold:0.5", {"logprobs": True, "top_logprobs": 5, "confidences": True}, 2,
+                     id="threshold-all-records"),
     ],
 )
 def test_a_round_reads_the_device_at_most(monkeypatch, pair, prompt, policy, fields, most):
@@ -432,8 +435,69 @@ def test_logprobs_are_those_of_the_target_at_temperature_1(pair, prompt, policy,
     np.testing.assert_allclose([p for landed in rounds for p in landed.logprobs], wanted[:, 0], atol=1e-4)
 
 
-def test_logprobs_and_confidences_are_left_out_unless_asked_for(greedy):
+PENALISED = Sampling(temperature=0.9, top_k=12, repetition_penalty=1.4, presence_penalty=0.3, seed=4)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(repetition_penalty=1.3), PENALISED],
+                         ids=["greedy", "greedy-penalised", "sampled-penalised"])
+@pytest.mark.parametrize("policy", ["plain", "fixed:3", "threshold:0.5"])
+def test_top_logprobs_are_the_best_of_a_plain_forward_after_penalties(pair, prompt, policy, sampling):
+    processors = pair.target.processors(sampling)
+    opts = dataclasses.replace(options(policy, pair.draft.gamma, max_tokens=20, logprobs=True, top_logprobs=6),
+                               rule=make_rule(sampling, processors))
+    rounds = list(decode(pair, prompt, opts))
+    ids = ids_of(rounds)
+    assert_records_agree(rounds, len(prompt), 20, frozenset())
+    assert policy == "plain" or max(landed.accepted for landed in rounds) > 0
+    logits = pair.target.model(mx.array([prompt + ids]))[0, len(prompt) - 1 : -1].astype(mx.float32)
+    tops = [best for landed in rounds for best in landed.top_logprobs]
+    chosen = [value for landed in rounds for value in landed.logprobs]
+    for place, (row, best) in enumerate(zip(logits, tops, strict=True)):
+        row = row[None]
+        for processor in processors:
+            row = processor(mx.array(prompt + ids[:place]), row)
+        wanted = np.array(row - mx.logsumexp(row, axis=-1, keepdims=True))[0]
+        tokens, values = zip(*best, strict=True)
+        assert len(set(tokens)) == 6
+        np.testing.assert_allclose(values, -np.sort(-wanted)[:6], atol=1e-4)
+        np.testing.assert_allclose(values, wanted[list(tokens)], atol=1e-4)
+        assert dict(best).get(ids[place], chosen[place]) == chosen[place]
+    if sampling.greedy:
+        assert [best[0] for best in tops] == list(zip(ids, chosen, strict=True))
+
+
+def test_top_logprobs_do_not_depend_on_the_widths_and_change_nothing(pair, prompt, greedy):
+    found = {}
+    for policy in ("plain", "fixed", "fixed:2"):
+        rounds = run(pair, prompt, policy, max_tokens=30, logprobs=True, top_logprobs=4, confidences=True)
+        assert ids_of(rounds) == ids_of(greedy)[:30]
+        assert all(len(landed.confidences) == landed.proposed for landed in rounds if landed.proposed)
+        found[policy] = np.array([best for landed in rounds for best in landed.top_logprobs])  # [30, 4, (id, value)]
+    for tops in found.values():
+        assert np.array_equal(tops[..., 0], found["plain"][..., 0])
+        np.testing.assert_allclose(tops[..., 1], found["plain"][..., 1], atol=1e-5)
+
+
+def test_a_stop_token_cuts_the_logprobs_too(pair, prompt, greedy):
+    whole = next(landed for landed in greedy if landed.accepted > 2)
+    stop = whole.tokens[1]
+    rounds = run(pair, prompt, max_tokens=60, logprobs=True, top_logprobs=2, stop_ids=frozenset({stop}))
+    assert ids_of(rounds)[-1] == stop and rounds[-1].top_logprobs[-1][0][0] == stop
+    assert sum(len(landed.top_logprobs) for landed in rounds) == len(ids_of(rounds))
+
+
+@pytest.mark.parametrize(("fields", "words"), [
+    ({"top_logprobs": -1, "logprobs": True}, "top_logprobs is -1: give 0"),
+    ({"top_logprobs": 3}, "top_logprobs is 3 without logprobs: ask for logprobs"),
+])
+def test_top_logprobs_that_cannot_be_read_are_refused(fields, words):
+    with pytest.raises(ValueError, match=words):
+        options(**fields)
+
+
+def test_logprobs_and_confidences_are_left_out_unless_asked_for(pair, prompt, greedy):
     assert all(landed.logprobs is None and landed.confidences is None for landed in greedy)
+    assert all(landed.top_logprobs is None for landed in [*greedy, *run(pair, prompt, max_tokens=5, logprobs=True)])
 
 
 class Listening:

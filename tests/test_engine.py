@@ -13,7 +13,7 @@ from helpers import GOLDEN, FakeTokenizer, golden_pair, pair_of, prompt_of, rand
 
 from mlx_dspark import generate
 from mlx_dspark.errors import CacheError
-from mlx_dspark.generate import stream_generate, token_limit
+from mlx_dspark.generate import collect, stream_generate, token_limit
 from mlx_dspark.schedule import CostCurve
 from mlx_dspark.serve import Engine, EngineBusy, EngineClosed, EngineError, EngineOptions, Request, engine
 from mlx_dspark.structs import KVOptions, Sampling
@@ -149,6 +149,40 @@ def test_every_request_keeps_its_own_sampling_seed_stops_and_logprobs(pair, poli
         for one, other in zip(got if order is MIXED else got[::-1], wanted):
             assert one[0] == other[0] and one[1] == other[1] and one[3] == other[3]
             assert one[2] == pytest.approx(other[2], abs=1e-4)
+
+
+BESTS = [
+    Request(tuple(TEXT[:9]), 20, Sampling(temperature=0.9, seed=5), logprobs=True, top_logprobs=3),
+    Request(tuple(TEXT[4:30]), 25, Sampling(repetition_penalty=1.5), logprobs=True, top_logprobs=20),
+    Request(tuple(TEXT[9:12]), 20, logprobs=True),
+    Request(tuple(TEXT[2:40]), 20),
+    Request(tuple(TEXT[7:40]), 1, logprobs=True, top_logprobs=1),
+    Request(tuple(TEXT[7:40]), 22, stop=("zz", "d", "k"), logprobs=True, top_logprobs=2),
+]
+
+
+@pytest.mark.parametrize("layout", ["packed", "rectangular"])
+@pytest.mark.parametrize("policy", ["fixed", "lagged"])
+def test_every_request_gets_as_many_top_logprobs_as_it_asked_for(pair, policy, layout):
+    with Engine(pair, EngineOptions(prefill_step=4, policy=policy, layout=layout)) as serving:
+        got = [collect(iter(stream)) for stream in [serving.submit(request) for request in BESTS]]
+    for request, made in zip(BESTS, got, strict=True):
+        own = policy if request.sampling.seed is not None else "plain"
+        wanted = generate(pair, list(request.prompt), max_tokens=request.max_tokens, sampling=request.sampling,
+                          stop=request.stop, logprobs=request.logprobs, top_logprobs=request.top_logprobs, policy=own)
+        assert made.ids == wanted.ids
+        assert (made.top_logprobs is None, made.logprobs is None) == (not request.top_logprobs, not request.logprobs)
+        for best, alike in zip(made.top_logprobs or (), wanted.top_logprobs or (), strict=True):
+            assert len(best) == request.top_logprobs and [token for token, _ in best] == [token for token, _ in alike]
+            assert [value for _, value in best] == pytest.approx([value for _, value in alike], abs=1e-4)
+        assert not request.top_logprobs or len(made.top_logprobs) == len(made.ids)
+
+
+@pytest.mark.parametrize(("fields", "words"), [({"top_logprobs": 2}, "2 without logprobs"),
+                                               ({"logprobs": True, "top_logprobs": 10**6}, "the vocabulary has")])
+def test_top_logprobs_that_cannot_be_served_are_refused_at_once(pair, fields, words):
+    with Engine(pair) as serving, pytest.raises(ValueError, match=words):
+        serving.submit(Request(tuple(TEXT[:9]), **fields))
 
 
 def test_a_policy_of_its_own_is_told_its_own_reasons(pair):

@@ -177,12 +177,30 @@ def test_logprobs_come_one_per_token(pair, reference):
     generation = mlx_dspark.generate(pair, PROMPT, max_tokens=24, logprobs=True)
     assert generation.ids == reference.ids and len(generation.logprobs) == 24
     assert reference.logprobs is None and "logprobs" not in reference.to_dict()
+    assert generation.top_logprobs is None and "top_logprobs" not in generation.to_dict()
+
+
+def test_top_logprobs_come_one_list_per_token(pair, reference):
+    generation = mlx_dspark.generate(pair, PROMPT, max_tokens=24, logprobs=True, top_logprobs=3)
+    assert generation.ids == reference.ids and [len(best) for best in generation.top_logprobs] == [3] * 24
+    assert [best[0] for best in generation.top_logprobs] == list(zip(generation.ids, generation.logprobs))
+
+
+@pytest.mark.parametrize(("fields", "words"), [
+    ({"top_logprobs": 3}, "top_logprobs is 3 without logprobs"),
+    ({"top_logprobs": -1, "logprobs": True}, "top_logprobs is -1: give 0"),
+    ({"top_logprobs": 10**6, "logprobs": True}, "top_logprobs is 1000000: the vocabulary has 4096 tokens"),
+])
+def test_top_logprobs_that_cannot_be_had_are_refused_before_any_work(pair, fields, words):
+    with pytest.raises(ValueError, match=words):
+        mlx_dspark.stream_generate(pair, PROMPT, **fields)
 
 
 def test_a_stop_string_ends_text_ids_and_records(pair, reference):
     at = len(reference.text) // 2
     stop = reference.text[at : at + 4]
-    chunks = list(mlx_dspark.stream_generate(pair, PROMPT, max_tokens=24, stop=[stop, "never there"], logprobs=True))
+    chunks = list(mlx_dspark.stream_generate(pair, PROMPT, max_tokens=24, stop=[stop, "never there"], logprobs=True,
+                                             top_logprobs=2))
     text = "".join(chunk.text for chunk in chunks)
     ids = [i for chunk in chunks for i in chunk.ids]
     assert chunks[-1].finish_reason == "stop"
@@ -190,6 +208,7 @@ def test_a_stop_string_ends_text_ids_and_records(pair, reference):
     assert ids == list(reference.ids[: len(ids)])
     assert stop in pair.tokenizer.decode(ids) and stop not in pair.tokenizer.decode(ids[:-1])
     assert sum(len(chunk.logprobs) for chunk in chunks) == chunks[-1].stats.generated_tokens == len(ids)
+    assert [best[0][0] for chunk in chunks for best in chunk.top_logprobs] == ids
     assert chunks[-2].round.finish == "stop" and chunks[-2].round.accepted <= len(chunks[-2].round.tokens)
 
 
@@ -376,13 +395,19 @@ def test_statistics_go_to_stderr_when_asked_for(run, reference, stats):
         assert result.stderr == ""
 
 
-@pytest.mark.parametrize("args", [[], ["--logprobs"], ["--stats"]], ids=["bare", "logprobs", "with-stats"])
+@pytest.mark.parametrize("args", [[], ["--logprobs"], ["--logprobs", "--top-logprobs", 2], ["--stats"]],
+                         ids=["bare", "logprobs", "top-logprobs", "with-stats"])
 def test_json_is_one_document(run, reference, args):
     found = document(run(PROMPT, "-m", 24, "--json", *args))
-    assert list(found) == ["text", "ids", "finish_reason", *(["logprobs"] if "--logprobs" in args else []), "stats"]
+    asked = [name for name in ("logprobs", "top_logprobs") if f"--{name.replace('_', '-')}" in args]
+    assert list(found) == ["text", "ids", "finish_reason", *asked, "stats"]
     assert (found["text"], found["ids"], found["finish_reason"]) == (reference.text, list(reference.ids), "length")
     assert found["stats"]["tau"] == pytest.approx(reference.stats.tau, abs=1e-4)
     assert "--logprobs" not in args or len(found["logprobs"]) == 24
+    if "top_logprobs" in found:
+        chosen = [list(own) for own in zip(found["ids"], found["logprobs"])]
+        assert [best[0] for best in found["top_logprobs"]] == chosen
+        assert all(len(best) == 2 and best[0][1] >= best[1][1] for best in found["top_logprobs"])
 
 
 def test_record_appends_a_run_line_and_its_rounds(run, tmp_path, reference):
@@ -603,6 +628,8 @@ def test_ctrl_c_in_a_real_process(reference):
         pytest.param(["a", "-f", "b"], ["PROMPT and --prompt-file"], id="prompt-and-file"),
         pytest.param(["-p", "a", "-f", "b"], ["--prompt and --prompt-file"], id="option-and-file"),
         pytest.param(["a", "--logprobs"], ["--logprobs", "add --json"], id="logprobs-without-json"),
+        pytest.param(["a", "--json", "--top-logprobs", "2"], ["--top-logprobs", "add --logprobs"], id="top-logprobs"),
+        pytest.param(["a", "--json", "--logprobs", "--top-logprobs", "-1"], ["--top-logprobs", "-1"], id="below-0"),
         pytest.param(["a", "--json", "--show-drafts"], ["--json and --show-drafts exclude"], id="json-and-drafts"),
         pytest.param(["a", "--logit-bias", "x"], ["'x' is not ID=VALUE"], id="logit-bias"),
         pytest.param(["a", "--dtype", "int8"], ["'int8'", "float32"], id="dtype"),

@@ -203,7 +203,7 @@ def test_requests_with_a_width_of_their_own_join(monkeypatch):
     seeded = Sampling(temperature=0.9, seed=5)
     members = [
         member(pair, 0, PROMPTS[0], policy, Fixed(2, "fixed:2"), seeded),
-        member(pair, 1, PROMPTS[1], policy, logprobs=True),
+        member(pair, 1, PROMPTS[1], policy, logprobs=True, top_logprobs=4),
         member(pair, 2, PROMPTS[2], policy, sampling=Sampling(repetition_penalty=1.5, frequency_penalty=0.4)),
         member(pair, 3, PROMPTS[3], policy),
     ]
@@ -214,6 +214,8 @@ def test_requests_with_a_width_of_their_own_join(monkeypatch):
     assert [text_of(rounds[b]) for b in range(4)] == [text_of(own) for own in alone]
     logprobs = [[value for one in own for value in one.logprobs] for own in (rounds[1], alone[1])]
     assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
+    tops = [mx.array([best for one in own for best in one.top_logprobs]) for own in (rounds[1], alone[1])]
+    assert tops[0].shape == (COUNT, 4, 2) and mx.allclose(*tops, rtol=0, atol=1e-4)
     assert told(rounds[0]) == told(alone[0]), "widths and draws of the seeded one are its own"
 
 
@@ -224,7 +226,7 @@ def test_host_reads_of_a_round(monkeypatch, kind, most):
     policy = policy_of(pair, kind)
     batch = Batch(pair, policy)
     for b, prompt in enumerate(PROMPTS):
-        own = member(pair, b, prompt, policy, logprobs=True)
+        own = member(pair, b, prompt, policy, logprobs=True, top_logprobs=b)
         *_, flight = own.steps
         batch.join(own, flight)
     batch.step()

@@ -23,8 +23,10 @@ from mlx_dspark.sampling import (
     GreedyRule,
     GumbelPick,
     SampledRule,
+    logprobs_of,
     make_rule,
     make_shape,
+    most_likely,
 )
 from mlx_dspark.schedule import Fixed, Threshold
 from mlx_dspark.structs import Sampling
@@ -548,7 +550,7 @@ def test_a_limit_is_as_if_no_more_drafts_were_there(kind, limit):
         run = wanted.accepted.item()
         assert found.accepted.tolist() == [run]
         assert found.tokens[0, : run + 1].tolist() == wanted.tokens[0, : run + 1].tolist()
-        assert mx.allclose(found.logprobs[0, : run + 1], wanted.logprobs[0, : run + 1])
+        assert mx.array_equal(found.logits[0, : run + 1], wanted.logits[0, : run + 1])
         seen.add(run)
     assert seen == set(range(limit + 1)), "every run must be there for this to show anything"
 
@@ -800,8 +802,41 @@ def test_logprobs_are_those_of_the_processed_target_at_temperature_1(settings):
     logits = random_logits(1, 3, V)
     drafts = mx.argmax(logits[:, :2], axis=-1)
     verdict = rule.judge(drafts, None, logits, None, rule.start())
-    expected = mx.take_along_axis(log_softmax(logits), verdict.tokens[..., None], axis=-1)[..., 0]
-    close(verdict.logprobs, expected, 1e-6)
+    expected = mx.take_along_axis(log_softmax(logits), verdict.tokens[..., None], axis=-1)
+    close(logprobs_of(verdict.logits, verdict.tokens[..., None]), expected, 1e-6)
+
+
+def test_a_verdict_has_the_logits_after_the_processors():
+    rule = make_rule(sampling(top_k=2, seed=0), [lambda tokens, x: x + mx.arange(V)])
+    logits = random_logits(1, 3, V)
+    verdict = rule.judge(mx.array([[1, 2]]), None, logits, mx.array(SEEN), rule.start())
+    close(verdict.logits, logits + mx.arange(V), 1e-6)
+
+
+def ordered(logits, count):
+    """The law of `most_likely`, token by token."""
+    rows = np.array(logits.astype(mx.float32)).astype(np.float64)
+    rows = np.where(np.isnan(rows), -np.inf, rows)
+    best = [sorted(range(rows.shape[-1]), key=lambda token: (-row[token], token))[:count]
+            for row in rows.reshape(-1, rows.shape[-1])]
+    return np.array(best).reshape(*rows.shape[:-1], count)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
+@pytest.mark.parametrize(("size", "count"), [(1, 1), (7, 1), (7, 7), (300, 20), (5000, 5)])
+def test_the_most_likely_tokens_come_in_one_order(size, count, dtype):
+    """Equals are frequent in half precision, and where tokens are ruled out."""
+    smooth = 3 * random_logits(2, 3, size)
+    for logits in (smooth, mx.round(smooth), mx.zeros_like(smooth), mx.where(smooth > 3, smooth, -mx.inf)):
+        logits = logits.astype(dtype)
+        assert np.array_equal(most_likely(logits, count), ordered(logits, count))
+
+
+def test_numbers_that_are_none_and_two_zeros_have_an_order():
+    nan, inf = math.nan, math.inf
+    logits = mx.array([[nan, 2.0, nan, inf], [nan] * 4, [-inf, nan, -inf, -5.0], [-0.0, 0.0, -0.0, -1e-30]])
+    assert most_likely(logits, 4).tolist() == [[3, 1, 0, 2], [0, 1, 2, 3], [3, 0, 1, 2], [0, 1, 2, 3]]
+    assert np.array_equal(most_likely(logits, 3), ordered(logits, 3))
 
 
 @pytest.mark.parametrize(("settings", "kind"), [

@@ -249,7 +249,7 @@ class Engine:
         batch_policy = self._batch.policy
         policy = own or Follows(batch_policy.name, batch_policy.uses_confidence)
         resolved = decode_options(pair, request.sampling, policy, limit, options.kv, options.prefill_step, (),
-                                  logprobs=request.logprobs)
+                                  logprobs=request.logprobs, top_logprobs=request.top_logprobs)
         answer = Answer(pair, len(ids), resolved, request.stop, {**facts, "cached_tokens": 0})
         return _Job(number, resolved, answer, deliver, needed, ids, own)
 

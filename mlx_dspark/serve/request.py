@@ -15,7 +15,8 @@ class Request:
     """One text to write.
 
     prompt: token ids, at least one. max_tokens: as in `generate`: None is 256, -1 the rest of the context.
-    stop: strings that end the text. logprobs: of every token.
+    stop: strings that end the text. logprobs: of every token; top_logprobs: with them, of so many of the most likely
+    tokens in each place.
 
     A sampled request with a seed decides its verify widths from its own past alone, so that its text is that
     of `generate` with the same seed, whoever else is served; all other requests share one row budget.
@@ -26,6 +27,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     logprobs: bool = False
+    top_logprobs: int = 0
 
 
 class EngineError(Exception):
