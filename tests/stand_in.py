@@ -136,7 +136,8 @@ class StandIn:
 def generated(request: Request) -> Iterator[Chunk]:
     """What the small pair really writes."""
     return stream_generate(embedded_pair(), list(request.prompt), max_tokens=request.max_tokens,
-                           sampling=request.sampling, stop=request.stop, logprobs=request.logprobs)
+                           sampling=request.sampling, stop=request.stop, logprobs=request.logprobs,
+                           top_logprobs=request.top_logprobs)
 
 
 @cache

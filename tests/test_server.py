@@ -100,6 +100,41 @@ def test_a_streamed_completion(small):
     assert said == pytest.approx(alone.logprobs, abs=1e-5)
 
 
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.2, "seed": 3, "frequency_penalty": 0.5}],
+                         ids=["greedy", "sampled"])
+def test_a_completion_with_the_most_likely_tokens(small, sampling):
+    ask = {"model": "small", "prompt": "import os", "max_tokens": 20, "logprobs": 3, **sampling}
+    answer = client(small).completions.create(**ask).choices[0]
+    alone = generate(embedded_pair(), "import os", max_tokens=20, logprobs=True, top_logprobs=3, **sampling)
+    kept, decode = answer.logprobs, embedded_pair().tokenizer.decode
+    assert answer.text == alone.text and kept.token_logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+    places = zip(alone.ids, alone.logprobs, alone.top_logprobs, kept.top_logprobs, strict=True)
+    for token, chosen, best, found in places:
+        wanted = {decode([other]): value for other, value in [(token, chosen), *best[::-1]]}
+        assert found == pytest.approx(wanted, abs=1e-5)
+        assert max(found, key=found.get) == decode([best[0][0]])
+    assert {len(found) for found in kept.top_logprobs} == ({3, 4} if sampling else {3})
+    streamed = [part.choices[0].logprobs for part in client(small).completions.create(**ask, stream=True)]
+    assert [best for part in streamed if part for best in part.top_logprobs] == kept.top_logprobs
+
+
+def test_a_chat_with_the_most_likely_tokens():
+    ask = {"model": "small", "messages": USER, "max_tokens": 20, "logprobs": True, "top_logprobs": 4}
+    with serving(StandIn(generated), chat_model(tokenizer=chat_tokenizer(thinking=False))) as address:
+        answer = client(address).chat.completions.create(**ask).choices[0]
+        parts = list(client(address).chat.completions.create(**ask, stream=True))
+        refused = post(address, {"messages": USER, "top_logprobs": 4}, "/v1/chat/completions")
+    tokens = answer.logprobs.content
+    assert len(tokens) == 20 and all(len(token.top_logprobs) == 4 for token in tokens)
+    for token in tokens:
+        assert (token.top_logprobs[0].token, token.top_logprobs[0].logprob) == (token.token, token.logprob)  # greedy
+        values = [one.logprob for one in token.top_logprobs]
+        assert values == sorted(values, reverse=True)
+    streamed = [part.choices[0].logprobs for part in parts]
+    assert [token for part in streamed if part for token in part.content] == tokens
+    assert refused.status_code == 422 and error_of(refused)["param"] == "top_logprobs"
+
+
 def test_a_seed_a_stop_and_ids(small):
     ids = embedded_pair().tokenizer.encode("import os")
     ask = {"model": "small", "prompt": list(ids), "max_tokens": 20, "temperature": 1, "seed": 5}

@@ -1,6 +1,7 @@
 """Bodies, prompts, answers and tool calls, without HTTP."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from helpers import embedded_pair
@@ -67,7 +68,8 @@ def test_a_wrong_value_is_refused_by_name(make, field, value):
 
 @pytest.mark.parametrize("field, value", [
     ("prompt", 5), ("prompt", ""), ("prompt", []), ("prompt", [1.5]), ("prompt", [True]), ("prompt", None),
-    ("prompt", {"a": 1}), ("best_of", 2), ("echo", True), ("suffix", "x"), ("logprobs", 3), ("logprobs", True),
+    ("prompt", {"a": 1}), ("best_of", 2), ("echo", True), ("suffix", "x"), ("logprobs", 6), ("logprobs", -1),
+    ("logprobs", True), ("logprobs", 1.0),
 ])
 def test_a_wrong_completion_is_refused_by_name(field, value):
     assert problem(completion, **{field: value})[0] == field
@@ -86,11 +88,35 @@ def test_several_prompts_are_refused_with_the_remedy(prompt):
     ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
     ("messages", [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]),
     ("tools", {}), ("tools", [{"type": "web_search"}]), ("tools", [{"type": "function"}]), ("tool_choice", "required"),
-    ("tool_choice", {"type": "function", "function": {"name": "f"}}), ("logprobs", 1), ("top_logprobs", 2),
+    ("tool_choice", {"type": "function", "function": {"name": "f"}}), ("logprobs", 1), ("top_logprobs", True),
+    ("top_logprobs", 2.0),
     ("functions", [{"name": "f"}]), ("max_completion_tokens", "many"), ("chat_template_kwargs", {"a": [1]}),
 ])
 def test_a_wrong_chat_is_refused_by_name(field, value):
     assert problem(chat, **{field: value})[0] == field
+
+
+@pytest.mark.parametrize("fields", [{"top_logprobs": 2}, {"top_logprobs": 2, "logprobs": False},
+                                    {"top_logprobs": 21, "logprobs": True}, {"top_logprobs": -1, "logprobs": True}])
+def test_top_logprobs_of_a_chat_are_0_to_20_beside_logprobs(fields):
+    param, message = problem(chat, **fields)
+    assert param == "top_logprobs" and message.startswith("top_logprobs: ")
+    assert ('"logprobs": true' in message) == (not fields.get("logprobs"))
+
+
+@pytest.mark.parametrize("fields, wanted", [
+    ({}, (False, 0)), ({"logprobs": False, "top_logprobs": 0}, (False, 0)), ({"logprobs": True}, (True, 0)),
+    ({"logprobs": True, "top_logprobs": 0}, (True, 0)), ({"logprobs": True, "top_logprobs": 20}, (True, 20)),
+])
+def test_logprobs_of_a_chat(fields, wanted):
+    asked = chat_request(chat_model(), chat(**fields)).request
+    assert (asked.logprobs, asked.top_logprobs) == wanted
+
+
+@pytest.mark.parametrize("given, wanted", [(None, (False, 0)), (0, (True, 0)), (5, (True, 5))])
+def test_logprobs_of_a_completion(given, wanted):
+    asked = completion_request(plain_model(), completion(logprobs=given)).request
+    assert (asked.logprobs, asked.top_logprobs) == wanted
 
 
 def test_two_limits_must_agree():
@@ -278,7 +304,7 @@ def test_stream_and_document_say_the_same():
     assert {event["id"] for event in events} == {document["id"]}
     logprobs = choice["logprobs"]
     assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == 12 == document["usage"]["completion_tokens"]
-    assert all(value <= 0 for value in logprobs["token_logprobs"])
+    assert all(value <= 0 for value in logprobs["token_logprobs"]) and logprobs["top_logprobs"] is None
     for text, offset in zip(logprobs["tokens"], logprobs["text_offset"]):
         assert choice["text"][offset:].startswith(text)
 
@@ -304,7 +330,43 @@ def test_usage_counts_reused_tokens():
 def test_impossible_tokens_have_a_finite_logprob():
     chunk = Chunk("a", (5, 6), (float("-inf"), float("nan")), "length", None, Statistics(1))
     deltas, _ = read([chunk])
-    assert [value for _, value in deltas[0].logprobs] == [-9999.0, -9999.0]
+    assert [said.logprob for said in deltas[0].logprobs] == [-9999.0, -9999.0]
+    chunk = replace(chunk, top_logprobs=(((5, 0.0), (6, float("-inf"))), ((7, float("nan")), (8, float("nan")))))
+    for form in (ChatForm("m"), CompletionForm("m")):
+        (event,) = form.events(read([chunk])[0][0])
+        assert encode(event).count(b"-9999.0") == (5 if isinstance(form, ChatForm) else 6)
+
+
+LIKELY = (((65, -0.25), (66, -1.5)), ((65, -0.5), (66, -1.0)))
+
+
+def test_a_chats_top_logprobs_are_the_most_likely_tokens_and_no_other():
+    chunk = Chunk("", (66, 67), (-1.5, -3.0), "length", None, Statistics(1), LIKELY)
+    decode = plain_model().tokenizer.decode
+    (event,) = ChatForm("m").events(read([chunk])[0][0])
+    first, second = event["choices"][0]["logprobs"]["content"]
+    assert (first["token"], first["logprob"]) == (decode([66]), -1.5)
+    assert second["token"] == decode([67]) and [one["logprob"] for one in second["top_logprobs"]] == [-0.5, -1.0]
+    assert first["top_logprobs"] == [{"token": text, "logprob": value, "bytes": list(text.encode())}
+                                     for text, value in ((decode([65]), -0.25), (decode([66]), -1.5))]
+
+
+def test_a_completions_top_logprobs_hold_the_chosen_token_too():
+    chunk = Chunk("", (66, 67), (-1.5, -3.0), "length", None, Statistics(1), LIKELY)
+    texts = [plain_model().tokenizer.decode([token]) for token in (65, 66, 67)]
+    (event,) = CompletionForm("m").events(read([chunk])[0][0])
+    first, second = event["choices"][0]["logprobs"]["top_logprobs"]
+    assert first == dict(zip(texts, (-0.25, -1.5))) and list(first) == texts[:2]
+    assert second == dict(zip(texts, (-0.5, -1.0, -3.0))) and list(second) == texts
+
+
+def test_of_tokens_with_one_text_the_likeliest_counts():
+    """Parts of characters are all one text."""
+    decode = plain_model().tokenizer.decode
+    parts = [token for token in range(2000) if decode([token]) == "\ufffd"][:2]
+    chunk = Chunk("", (parts[1],), (-2.0,), "length", None, Statistics(1), (((parts[0], -0.5), (65, -1.0)),))
+    (event,) = CompletionForm("m").events(read([chunk])[0][0])
+    assert event["choices"][0]["logprobs"]["top_logprobs"] == [{"\ufffd": -0.5, decode([65]): -1.0}]
 
 
 def test_any_text_can_be_sent():

@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-import math
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..generate import Chunk
 from ..stats import Statistics
+from ..structs import finite
 from .tools import Split, Splitter
 
-LEAST_LOGPROB = -9999.0  # what stands for minus infinity, which JSON has not
 SHOWN_STATS = ("tau", "rounds", "drafted", "verified", "accepted", "rows", "parked_share", "prompt_tokens",
                "generated_tokens", "prefill_tps", "decode_tps", "policy", "seed")
+
+
+class Said(NamedTuple):
+    """A token's text and log-probability; best: those of the most likely tokens in its place, None if not asked for."""
+
+    text: str
+    logprob: float
+    best: tuple[tuple[str, float], ...] | None = None
 
 
 @dataclass(frozen=True)
 class Delta:
     """What one chunk adds, or all of them together.
 
-    logprobs: (token's text, log-probability) each, None if they were not asked for.
+    logprobs: one a token, None if they were not asked for.
     offsets: where each token's text begins in the answer. watch: the page's view of the round.
     """
 
     split: Split
-    logprobs: tuple[tuple[str, float], ...] | None = None
+    logprobs: tuple[Said, ...] | None = None
     offsets: tuple[int, ...] = ()
     finish: str | None = None
     watch: dict[str, Any] | None = None
@@ -68,9 +75,14 @@ class Reader:
         texts = self._texts.feed(chunk.ids) if self._watched or chunk.logprobs is not None else []
         finish = "tool_calls" if chunk.finish_reason == "stop" and self._called else chunk.finish_reason
         offsets = tuple(self._offsets(texts))
-        logprobs = None if chunk.logprobs is None else tuple(
-            (self._decode([token]), _finite(value)) for token, value in zip(chunk.ids, chunk.logprobs))
+        logprobs = None if chunk.logprobs is None else tuple(self._said(chunk, chunk.logprobs))
         return Delta(split, logprobs, offsets, finish, self._watch(chunk, texts) if self._watched else None)
+
+    def _said(self, chunk: Chunk, logprobs: Sequence[float]) -> Iterator[Said]:
+        tops = chunk.top_logprobs or [None] * len(chunk.ids)
+        for token, value, best in zip(chunk.ids, logprobs, tops, strict=True):
+            yield Said(self._decode([token]), finite(value), None if best is None else tuple(
+                (self._decode([other]), finite(theirs)) for other, theirs in best))
 
     def _offsets(self, texts: Sequence[str]) -> Iterator[int]:
         for text in texts:
@@ -225,21 +237,31 @@ def _ending(whole: Delta, stats: Statistics) -> dict[str, Any]:
 def _chat_logprobs(delta: Delta) -> dict[str, Any] | None:
     if not delta.logprobs:
         return None
-    return {"content": [{"token": text, "logprob": value, "bytes": _bytes(text), "top_logprobs": []}
-                        for text, value in delta.logprobs], "refusal": None}
+    return {"content": [{**_entry(said.text, said.logprob), "top_logprobs": [_entry(*one) for one in said.best or ()]}
+                        for said in delta.logprobs], "refusal": None}
+
+
+def _entry(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": _bytes(text)}
 
 
 def _completion_logprobs(delta: Delta) -> dict[str, Any] | None:
     if not delta.logprobs:
         return None
-    return {"tokens": [text for text, _ in delta.logprobs], "token_logprobs": [value for _, value in delta.logprobs],
-            "top_logprobs": None, "text_offset": list(delta.offsets)}
+    said = delta.logprobs
+    return {"tokens": [one.text for one in said], "token_logprobs": [one.logprob for one in said],
+            "top_logprobs": None if said[0].best is None else [_by_text(one) for one in said],
+            "text_offset": list(delta.offsets)}
+
+
+def _by_text(said: Said) -> dict[str, float]:
+    """The most likely tokens, then the chosen one if it is none of them. Of tokens with one text the first counts."""
+    entries: dict[str, float] = {}
+    for text, value in (*(said.best or ()), (said.text, said.logprob)):
+        entries.setdefault(text, value)
+    return entries
 
 
 def _bytes(text: str) -> list[int] | None:
     """UTF-8 of a token's text, None where the token is only a part of a character."""
     return None if "\ufffd" in text else list(text.encode("utf-8", "surrogatepass"))
-
-
-def _finite(value: float) -> float:
-    return max(value, LEAST_LOGPROB) if math.isfinite(value) else LEAST_LOGPROB

@@ -82,7 +82,7 @@ def completion_request(model: Model, body: CompletionBody) -> Asked:
         outside = [token for token in ids if token < 0 or token >= (model.vocab_size or 2**31)]
         if outside:
             raise Refusal(422, f"prompt: token {outside[0]} is outside the vocabulary of {model.vocab_size}", "prompt")
-    return Asked(_request(model, body, ids, "prompt", body.logprobs is not None), None)
+    return Asked(_request(model, body, ids, "prompt", body.logprobs), None)
 
 
 def chat_request(model: Model, body: ChatBody) -> Asked:
@@ -96,17 +96,18 @@ def chat_request(model: Model, body: ChatBody) -> Asked:
             raise Refusal(422, "tools: this model's tokenizer has no form for tool calls: leave them out", "tools")
         tools = [tool.model_dump(exclude_unset=True) for tool in body.tools]
     ids = _rendered(model, [_plain(message) for message in body.messages], tools, body.chat_template_kwargs or {})
-    request = _request(model, body, ids, "messages", bool(body.logprobs))
+    request = _request(model, body, ids, "messages", (body.top_logprobs or 0) if body.logprobs else None)
     return Asked(request, Splitter(markers_of(model.tokenizer, tools), first_state(model.tokenizer, ids)))
 
 
-def _request(model: Model, body: Body, ids: Sequence[int], param: str, logprobs: bool) -> Request:
+def _request(model: Model, body: Body, ids: Sequence[int], param: str, top: int | None) -> Request:
+    """top: how many likely tokens get log-probabilities beside the chosen one; None for no log-probabilities."""
     for token in body.logit_bias or ():
         if model.vocab_size is not None and token >= model.vocab_size:
             raise Refusal(422, f"logit_bias: token {token} is outside the vocabulary of {model.vocab_size}",
                           "logit_bias")
     return Request(tuple(ids), _limit(model, len(ids), body.max_tokens, param), _sampling(model, body),
-                   tuple(body.stop or ()), logprobs)
+                   tuple(body.stop or ()), top is not None, top or 0)
 
 
 def _sampling(model: Model, body: Body) -> Sampling:

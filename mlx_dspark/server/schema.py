@@ -11,7 +11,16 @@ import math
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 MOST_STOPS, LONGEST_STOP = 16, 256
 
@@ -65,7 +74,6 @@ def _is(*wanted: Any) -> Callable[[Any], bool]:
 OneAnswer = Annotated[Any, _only(_is(1), "one answer a request: leave it out, or send the request again")]
 PlainText = Annotated[Any, _only(lambda value: isinstance(value, dict) and value.get("type") == "text",
                                  'only {"type": "text"} is served')]
-ChosenOnly = Annotated[Any, _only(_is(0), "only the chosen token's log-probability is kept: give 0")]
 NotRepeated = Annotated[Any, _only(_is(False), "the prompt is not repeated: leave echo out")]
 NotFilledIn = Annotated[Any, _only(_is(), "text cannot be filled in: leave suffix out")]
 FreeChoice = Annotated[Any, _only(_is("auto", "none"), 'a call cannot be enforced: give "auto" or "none", or offer '
@@ -139,7 +147,7 @@ class CompletionBody(Body):
     """POST /v1/completions."""
 
     prompt: Annotated[str | list[int], BeforeValidator(_one_prompt)]
-    logprobs: ChosenOnly = None
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     best_of: OneAnswer = None
     echo: NotRepeated = None
     suffix: NotFilledIn = None
@@ -191,9 +199,16 @@ class ChatBody(Body):
     tool_choice: FreeChoice = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
     logprobs: bool | None = None
-    top_logprobs: ChosenOnly = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     functions: NotFunctions = None
     function_call: NotFunctionCall = None
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _with_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and not info.data.get("logprobs"):
+            raise ValueError('give "logprobs": true with it, or leave it out')
+        return value
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatBody:
