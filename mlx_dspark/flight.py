@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -87,10 +88,10 @@ def unpack(flight: Flight, numbers: list[int], logprobs: bool, top: int) -> Outc
     if flight.limit is not None:
         drafts, rest = drafts[: rest[0]], rest[1:]
     known = rows if logprobs else 0
-    ids, floats = rest[: known * top], _floats(rest[known * top :])
+    ids, values = rest[: known * top], floats(rest[known * top :])
     end = known + len(ids)
-    return Outcome(tokens, accepted, drafts, floats[:known] or None, _tops(ids, floats[known:end], top),
-                   floats[end:] or None)
+    return Outcome(tokens, accepted, drafts, values[:known] or None, _tops(ids, values[known:end], top),
+                   values[end:] or None)
 
 
 def _tops(ids: list[int], values: list[float], top: int) -> list[TopLogprobs] | None:
@@ -99,5 +100,6 @@ def _tops(ids: list[int], values: list[float], top: int) -> list[TopLogprobs] | 
     return [tuple(pairs[at : at + top]) for at in range(0, len(pairs), top)] if top else None
 
 
-def _floats(bits: list[int]) -> list[float]:
+def floats(bits: Sequence[int]) -> list[float]:
+    """Float32 numbers that were read by their bits."""
     return np.array(bits, dtype=np.int32).view(np.float32).tolist() if bits else []

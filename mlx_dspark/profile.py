@@ -264,7 +264,7 @@ def _measure_requests(pair: Pair, loads: Sequence[int], curve: CostCurve, short:
     around = {}
     for requests in loads:
         notes.progress(f"{requests} requests: rounds of the loop")
-        around[requests] = measure_around(pair, requests, short)
+        around[requests] = measure_around(pair, requests, grid, short)
     grid = with_around(grid, around)
     notes.progress("")
     notes.say(f"stored in {save_grid(pair, grid)}")
@@ -297,7 +297,8 @@ def grid_table(grid: CostGrid) -> str:
             lines.append(f"{requests:8d}   draft         {1e3 * grid.drafting(requests, slots):.3f} ({slots} slots)")
     most = grid.most_requests
     lines.append(f"host {1e3 * grid.around(most):.3f} ms a round of {most}, a look at the confidences "
-                 f"{1e3 * grid.reading(most):.3f} ms, ranking by the device {1e3 * grid.ranking(most):.3f} ms")
+                 f"{1e3 * grid.reading(most):.3f} ms, ranking by the device {1e3 * grid.ranking(most):.3f} ms, "
+                 f"a decision {1e3 * grid.deciding(most):.3f} ms")
     return "\n".join(lines)
 
 

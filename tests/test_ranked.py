@@ -112,7 +112,7 @@ def policy_of(pair, kind=BatchLagged, curve=CURVE, requests=(1, 2, 3, 4)):
 
 def member(pair, number, prompt, policy, own=None, sampling=None, kv=None, count=COUNT, **options):
     sampling = sampling or Sampling()
-    follows = own or Follows(policy.name, policy.uses_confidence)
+    follows = own or Follows(policy.name)
     made = DecodeOptions(make_rule(sampling, pair.target.processors(sampling)), follows, max_tokens=count,
                          kv=kv or KVOptions(), **options)
     return Member(number, Run(pair, prompt, made), prompt, own)

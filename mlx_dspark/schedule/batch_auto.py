@@ -10,17 +10,20 @@ that are seen and forecasts of those that are not:
 Which requests draft at all is decided before the draft is paid for: those whose forecast pays for their
 share of the batched proposal. The others are parked one by one, and probe as a single stream does. How many slots
 are proposed, and whether the round's confidences are read by the host, ranked by the device or left alone,
-goes by what each has brought and what it costs.
+goes by what each has brought and what it costs. Deciding costs the host time as well: where a new decision brings
+less than that, the last one stands for some rounds, and no confidences travel but those before the next one.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 from ..structs import Round
+from .ahead import Ahead
 from .batch_rate import ByCost, reason
 from .forecast import Forecast
 from .grid import PACKED, RECTANGULAR, CostGrid, Prices
@@ -29,8 +32,8 @@ from .parking import PROBE, STAKE, WARM_UP, Mean, Odds, Parking, hoped
 from .ranking import Survivals, climb, search, survivals, top
 from .rate import Calibrate, RunRate
 
-FULL = 16  # rounds that draft: one in so many proposes the whole block, to see what the last slots are worth
-SOME = 4  # rounds: while nobody looks, one in so many is judged
+FULL = 16  # decisions to draft: one in so many proposes the whole block, to see what the last slots are worth
+STAND = 4  # rounds for which a decision may be good
 FAMILIAR = 8  # rounds after which a request's own insight counts as much as everybody's
 RANK, LOOK = "rank", "look"
 
@@ -51,13 +54,41 @@ class Load:
     """What was learned at one count of requests.
 
     rate: in units of plain decoding at that count. insight: of all requests. deep: by slots, tokens that a request
-    gains a round by proposing the whole block instead of so many.
+    gains a round by proposing the whole block instead of so many. stale: tokens that all requests lose in a round
+    that goes by a decision STAND rounds old.
     """
 
     rate: RunRate = field(default_factory=RunRate)
     odds: Odds = field(default_factory=Odds)
     insight: Insight = field(default_factory=Insight)
     deep: dict[int, Mean] = field(default_factory=lambda: defaultdict(Mean))
+    stale: Mean = field(default_factory=Mean)
+
+    @property
+    def knows_widths(self) -> bool:
+        """Whether enough whole blocks were seen to propose less."""
+        return self.deep[1].count >= WARM_UP
+
+
+@dataclass
+class Decision:
+    """Slots and rows of a round, and of those after it while nothing speaks against it.
+
+    plan: None before the draft. planned: drafts of each request before any of them were left to the device.
+    stood: rounds that it was good for after its own. stays: for the next one, too.
+    """
+
+    slots: Mapping[Hashable, int]
+    plan: Plan | None = None
+    planned: Mapping[Hashable, int] = field(default_factory=dict)
+    stood: int = 0
+    stays: bool = False
+
+    def serves(self, lines: Sequence[Line]) -> bool:
+        """Whether these are the requests it was made for, with as many tokens left as it drafts."""
+        return len(lines) == len(self.slots) and all(
+            line.fixed is None and line.request in self.slots and line.left >= self.slots[line.request]
+            for line in lines)
 
 
 class BatchAuto(ByCost):
@@ -72,7 +103,10 @@ class BatchAuto(ByCost):
         self._ranks = True  # in the present round, where nobody looks
         self._reads = self._looked = True  # in the present round; in the last one that drafted
         self._width, self._drafted = self.gamma, 0  # slots proposed, and for how many rounds
-        self._unjudged = 0  # rounds since looking was last judged
+        self._decision = Decision({})
+        self._planned: deque[Mapping[Hashable, int]] = deque(maxlen=STAND + 1)  # of the last rounds and the present one
+        self._probes_in = math.inf  # rounds until the next probe is due
+        self._lambda = 0.0  # of the last decision
         self.tokens, self.lead = 0, 0.0  # committed, and how many more than plain decoding in the same seconds
 
     @property
@@ -80,12 +114,65 @@ class BatchAuto(ByCost):
         """Only while looking into the round pays for the read; asked after `before`."""
         return self._reads
 
-    def before(self, lines: Sequence[Line]) -> dict[Hashable, int]:
-        """Draft, park or probe, request by request."""
+    @property
+    def uses_confidence(self) -> bool:
+        """In the round of a decision and in that before the next one; asked after `after`.
+
+        Two in a row, because looking is judged by forecasts one round old.
+        """
+        return self.decides or not self._decision.stays
+
+    @property
+    def decides(self) -> bool:
+        """Not while an old decision stands."""
+        return not self._decision.stood
+
+    def before(self, lines: Sequence[Line]) -> Mapping[Hashable, int]:
+        """Draft, park or probe, request by request; as in the last round while its decision stands."""
+        if self._decision.stays and self._decision.serves(lines):
+            self._stand(self._decision)
+        else:
+            self._decision = Decision(self._ask(lines))
+        return self._decision.slots
+
+    def after(self, lines: Sequence[Line]) -> Plan:
+        """How many rows, and whether that is good for the next round, too."""
+        decision, plan = self._decision, self._decision.plan
+        if plan is None or any(line.confidences is not None for line in lines):
+            plan = self._complete(decision, lines)
+        decision.stays = decision.stays and decision.stood + 1 < STAND
+        self._planned.append(decision.planned)
+        return plan
+
+    def _stand(self, decision: Decision) -> None:
+        """One more round by an old decision."""
+        decision.stood += 1
+        for request, slots in decision.slots.items():
+            self.known[request].begin(False)
+            if not slots:
+                self._parking[request].parked += 1
+
+    def _steady(self, lines: Sequence[Line]) -> bool:
+        """Whether a new decision for the next round would not be worth the host's time: nobody looked, probed, is about
+        to probe or saw further than usual, of everybody who drafts something has been seen, and decisions keep."""
+        load = self._load(len(lines))
+        learned = load.stale.count and load.knows_widths
+        if self._probes_in <= STAND or not learned and any(line.proposed for line in lines):
+            return False
+        saved = self._lambda * self.grid.deciding(len(lines))
+        # A decision that stands is half as old on average as those that `stale` tells of.
+        return saved > max(0.0, load.stale.value / 2) and all(
+            line.fixed is None and line.confidences is None and line.proposed <= self._width
+            and not (line.proposed and self._parking[line.request].why == PROBE)
+            and (self.known[line.request].forecast.rounds > 0 or not line.proposed) for line in lines)
+
+    def _ask(self, lines: Sequence[Line]) -> dict[Hashable, int]:
+        """Slots of each request."""
         self.begin(lines)
         self._parking = {line.request: self._parking.get(line.request) or Parking() for line in lines}
         self._insights = {line.request: self._insights.get(line.request) or Insight() for line in lines}
         price, load = self._price([line.depth for line in lines]), self._load(len(lines))
+        self._lambda = price
         gains = self._gains(lines, price, load)
         always = sum(line.fixed is not None and self.taken(line) > 0 for line in lines)
         shares = _Shares(gains.values(), [price * self.grid.drafting(always + more, self._width)
@@ -98,12 +185,12 @@ class BatchAuto(ByCost):
         return {line.request: self.slots(line) if line.fixed is not None
                 else min(width, self.slots(line)) if line.request in drafting else 0 for line in lines}
 
-    def after(self, lines: Sequence[Line]) -> Plan:
+    def _complete(self, decision: Decision, lines: Sequence[Line]) -> Plan:
         """The lookahead decision where confidences were read; else the best number of rows for those expected, which
         the device gives to the best slots."""
         confidences, taken = [self.current(line) for line in lines], [self.taken(line) for line in lines]
         rows = [survivals(own) if line.fixed is None else [] for line, own in zip(lines, confidences, strict=True)]
-        price, prices = self._price([line.depth for line in lines]), self.prices(lines)
+        price, prices = self._lambda, self.prices(lines)
         chosen = [line for line in lines if line.proposed and line.fixed is None]
         looks = any(line.confidences is not None for line in chosen)
         if chosen:
@@ -114,9 +201,10 @@ class BatchAuto(ByCost):
         else:
             drafts = _most_valuable(rows, taken, prices, price)
         plan = self.plan(lines, confidences, drafts, list(map(self._reason, lines, drafts)))
-        if looks or not self._ranks or self.temperatures is None:
-            return plan
-        return self.leave_to_device(plan, lines)
+        leaves = self._ranks and not looks and self.temperatures is not None
+        decision.planned, decision.stays = plan.drafts, self._steady(lines)
+        decision.plan = self.leave_to_device(plan, lines) if leaves else plan
+        return decision.plan
 
     def learn_confidences(self, landed: Mapping[Hashable, Round], seen: Mapping[Hashable, Sequence[float]]) -> None:
         """Was it good to draft, and to look?"""
@@ -183,7 +271,7 @@ class BatchAuto(ByCost):
             else:
                 continue
             drafting.add(request)
-        staked = 0.0
+        staked, self._probes_in = 0.0, math.inf
         for request in sorted(values.keys() - drafting, key=lambda request: -self._parking[request].parked):
             parking, cost = self._parking[request], shares.next_to(len(drafting))
             if parking.parked + 1 >= load.odds.pause(cost) and self._may_lose(staked + cost + 1):
@@ -192,6 +280,7 @@ class BatchAuto(ByCost):
                 drafting.add(request)
             else:
                 parking.park(-values[request])
+                self._probes_in = min(self._probes_in, load.odds.pause(cost) - parking.parked)
         return drafting
 
     def _may_lose(self, tokens: float) -> bool:
@@ -213,10 +302,10 @@ class BatchAuto(ByCost):
         if not drafting:
             return 0
         self._drafted += 1
-        if load.deep[1].count >= WARM_UP:
+        if load.knows_widths:
             self._width = min(range(1, self.gamma + 1), key=lambda slots: (
                 drafting * load.deep[slots].value + price * self.grid.drafting(always + drafting, slots), slots))
-        return self._width if load.deep[1].count >= WARM_UP and self._drafted % FULL else self.gamma
+        return self._width if load.knows_widths and self._drafted % FULL else self.gamma
 
     # After it
 
@@ -224,7 +313,7 @@ class BatchAuto(ByCost):
         self, rows: Survivals, confidences: Sequence[Sequence[float]], forecasts: Sequence[Forecast],
         taken: Sequence[int], prices: Prices, price: float,
     ) -> list[int]:
-        ahead = _Ahead(rows, confidences, forecasts, prices, price)
+        ahead = Ahead(rows, confidences, forecasts, prices, price)
         return climb(rows, taken, ahead, stop=self.grid.layouts == (PACKED,))
 
     def _reason(self, line: Line, drafts: int) -> str:
@@ -240,7 +329,8 @@ class BatchAuto(ByCost):
         asked = [one.proposed for one in rounds if one.proposed]
         seconds = (self.grid.cheaper([one.rows for one in rounds], depths)[1] + self.grid.around(len(rounds))
                    + self.grid.drafting(len(asked), max(asked, default=0))
-                   + (self._following(len(rounds)) if asked else 0.0))
+                   + (self._following(len(rounds)) if asked else 0.0)
+                   + self.decides * self.grid.deciding(len(rounds)))
         tokens, plain = sum(len(one.tokens) for one in rounds), seconds * self._plain_rate(depths)
         self._load(len(rounds)).rate.add(tokens, plain)
         self.tokens += tokens
@@ -257,7 +347,7 @@ class BatchAuto(ByCost):
 
         Each request's gain pays for its own rows; what the seconds of the two plans differ besides is shared.
         """
-        if not seen or not self._worth_judging(rounds, seen):
+        if not seen:
             return
         for request in seen:
             self.known[request].forecast.age = rounds[request].index - self.known[request].observed
@@ -273,6 +363,7 @@ class BatchAuto(ByCost):
         planned = _most_valuable(expected, taken, prices, price)
         ranked = self._ranked(planned, rows, taken, prices)
         row = price * _row_seconds(prices, taken, looked)
+        self._learn_staleness(load, list(rounds), planned, rows, taken, prices, row)
         seconds = prices.seconds(sum(looked), max(looked)) - prices.seconds(sum(planned), max(planned))
         shared = (price * seconds - row * (sum(looked) - sum(planned))) / len(seen)
         proposal = price * self.grid.drafting(len(seen), self._width) / len(seen)
@@ -295,6 +386,20 @@ class BatchAuto(ByCost):
         best = top(rows, sum(planned) - sum(taken))
         return [fixed or own for fixed, own in zip(taken, best, strict=True)]
 
+    def _learn_staleness(
+        self, load: Load, requests: Sequence[Hashable], planned: Sequence[int], rows: Survivals, taken: Sequence[int],
+        prices: Prices, row: float,
+    ) -> None:
+        """What a decision as old as decisions may become would have lost in this round."""
+        old = self._planned[0] if len(self._planned) > STAND else {}
+        if any(taken) or not old.keys() >= set(requests):
+            return
+        values = []
+        for plan in (planned, [min(old[request], len(own)) for request, own in zip(requests, rows, strict=True)]):
+            drafts = self._ranked(plan, rows, taken, prices) if self._ranks else plan
+            values.append(sum(sum(own[:count]) - row * count for own, count in zip(rows, drafts, strict=True)))
+        load.stale.add(values[0] - values[1])
+
     def _learn_depth(self, load: Load, rows: Survivals, further: int, row: float, requests: int) -> None:
         """What so many rows would have brought if fewer slots had been proposed."""
         values = []
@@ -303,16 +408,6 @@ class BatchAuto(ByCost):
             values.append(sum(best) - row * len(best))
         for slots, value in enumerate(values, start=1):
             load.deep[slots].add(max(0.0, values[-1] - value) / requests)
-
-    def _worth_judging(self, rounds: Mapping[Hashable, Round], seen: Mapping[Hashable, Sequence[float]]) -> bool:
-        """Judging takes the host as long as looking: where nobody looks and nobody probed, some rounds will do, and
-        those that show more slots than others."""
-        self._unjudged += 1
-        deeper = max(map(len, seen.values())) > self._width
-        if (self._looked or deeper or self._unjudged >= SOME
-                or any(rounds[own].schedule.reason == PROBE for own in seen)):
-            self._unjudged = 0
-        return not self._unjudged
 
     def _insight(self, request: Hashable, load: Load, what: str) -> float | None:
         """What ranking or looking into this request is worth, None before anything was learned."""
@@ -359,99 +454,6 @@ class _Shares:
     def next_to(self, drafting: int) -> float:
         """What one more request costs beside so many."""
         return self._costs[min(drafting + 1, len(self._costs) - 1)] - self._costs[drafting]
-
-
-class _Ahead:
-    """Whether a slot, or a continuation that begins with it, brings more than its rows cost."""
-
-    def __init__(
-        self, rows: Survivals, confidences: Sequence[Sequence[float]], forecasts: Sequence[Forecast], prices: Prices,
-        price: float,
-    ):
-        self._rows, self._confidences, self._forecasts = rows, confidences, forecasts
-        self._prices, self._price = prices, price
-        self._by_width = prices.by_width
-        self._closed: set[int] = set()
-        self._refused = False  # the slot before this one
-        self._tails: dict[tuple[int, int], list[tuple[float, int]]] = {}
-
-    def __call__(
-        self, request: int, slot: int, survival: float, drafts: Sequence[int], further: int, widest: int
-    ) -> bool:
-        here = self._prices.seconds(further, widest)
-        if (survival > self._price * (self._prices.seconds(further + 1, max(widest, slot)) - here)
-                or self._could_pay(survival, further, here)
-                and self._continues(request, slot, drafts, further, widest, here)):
-            self._refused = False
-            return True
-        self._closed.add(request)
-        self._refused = True
-        return False
-
-    def _could_pay(self, survival: float, further: int, here: float) -> bool:
-        """Whether any continuation would pay if all its slots survived like the first: none survives better."""
-        limit = survival / self._price
-        if self._by_width and any(limit * len(self._rows) * width > seconds - here
-                                  for width, seconds in enumerate(self._prices.rectangular)):
-            return True
-        return any(limit * count > seconds - here
-                   for count, seconds in enumerate(self._prices.packed[further + 2 :], start=2))
-
-    def _continues(
-        self, request: int, slot: int, drafts: Sequence[int], further: int, widest: int, here: float
-    ) -> bool:
-        first, *own = self._tail(request, drafts[request])
-        rest = list(own)
-        for other, count in enumerate(drafts):
-            if other != request and other not in self._closed and count < len(self._rows[other]):
-                rest += self._tail(other, count)
-        # Behind a refusal, the way down the ranking has the same prices for poorer slots.
-        return (not self._refused and self._down(first, sorted(rest), further, widest, here)) or (
-            self._by_width and self._across(first, rest, further, widest, here))
-
-    def _down(
-        self, first: tuple[float, int], rest: Sequence[tuple[float, int]], further: int, widest: int, here: float
-    ) -> bool:
-        """A continuation by survival."""
-        packed, rectangular, price = self._prices.packed, self._prices.rectangular, self._price
-        tokens, reach = -first[0], max(widest, first[1])
-        for count, (survival, slot) in enumerate(rest, start=further + 2):
-            tokens -= survival
-            if slot > reach:
-                reach = slot
-            seconds = packed[count] if packed[count] < rectangular[reach] else rectangular[reach]
-            if tokens > price * (seconds - here):
-                return True
-        return False
-
-    def _across(
-        self, first: tuple[float, int], rest: Sequence[tuple[float, int]], further: int, widest: int, here: float
-    ) -> bool:
-        """A continuation that fills a rectangle."""
-        columns, counts = [0.0] * len(self._prices.rectangular), [0] * len(self._prices.rectangular)
-        for survival, slot in (first, *rest):
-            columns[slot] -= survival
-            counts[slot] += 1
-        tokens, rows = sum(columns[: first[1]]), sum(counts[: first[1]])
-        for width in range(first[1], len(columns)):
-            tokens, rows = tokens + columns[width], rows + counts[width]
-            seconds = self._prices.seconds(further + rows, max(width, widest))
-            if tokens > self._price * (seconds - here):
-                return True
-        return False
-
-    def _tail(self, request: int, drafts: int) -> list[tuple[float, int]]:
-        """(-survival, slot) of a request's next slot, which is seen, and of those behind it, which are forecast."""
-        key = request, drafts
-        if key not in self._tails:
-            seen = self._confidences[request][: drafts + 1]
-            survival, total = self._rows[request][drafts], len(self._rows[request])
-            tail = [(-survival, drafts + 1)]
-            for slot, confidence in enumerate(self._forecasts[request].predict(seen)[: total - drafts - 1], drafts + 2):
-                survival *= confidence
-                tail.append((-survival, slot))
-            self._tails[key] = tail
-        return self._tails[key]
 
 
 def _most_valuable(rows: Survivals, taken: Sequence[int], prices: Prices, price: float) -> list[int]:

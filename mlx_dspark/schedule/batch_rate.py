@@ -21,8 +21,6 @@ class ByCost:
     gamma: the draft's slots. calibrate: raw confidences to probabilities.
     """
 
-    uses_confidence = True
-
     def __init__(self, name: str, gamma: int, grid: CostGrid, calibrate: Calibrate = tuple):
         self.name, self.grid, self.calibrate = name, grid, calibrate
         self.gamma = min(gamma, grid.widest - 1)
@@ -36,7 +34,17 @@ class ByCost:
         """Whether this round's confidences are read before verifying."""
         return True
 
-    def before(self, lines: Sequence[Line]) -> dict[Hashable, int]:
+    @property
+    def uses_confidence(self) -> bool:
+        """Whether this round's confidences are learned from when it is finished."""
+        return True
+
+    @property
+    def decides(self) -> bool:
+        """Whether this round is worked out anew."""
+        return True
+
+    def before(self, lines: Sequence[Line]) -> Mapping[Hashable, int]:
         """Draft as many slots as there is use for."""
         self.begin(lines)
         return {line.request: self.slots(line) for line in lines}

@@ -20,7 +20,7 @@ from .cost import CostCurve
 
 PACKED, RECTANGULAR = "packed", "rectangular"
 LAYOUTS = (PACKED, RECTANGULAR)
-SECONDS = ("host", "host_request", "read", "read_request", "rank_request")
+SECONDS = ("host", "host_request", "read", "read_request", "rank_request", "decide_request")
 
 Pair = tuple[int, int]
 
@@ -61,7 +61,8 @@ class CostGrid:
     draft: one batched proposal by (requests that draft, slots each); empty costs nothing.
     host: per round, everything that is not a forward. host_request: the same, more per request.
     read: what a look at the round's confidences adds to it. read_request: the same, more per request.
-    rank_request: what the device's sharing out of rows adds to a round, per request.
+    rank_request: what the device's sharing out of rows adds to a round, per request. decide_request: the same of
+    working out who drafts and how much is verified, and of the confidences that this is learned from.
     about: where and when it was measured, or what it was derived from.
 
     Raises FormatError for values that cannot have been measured.
@@ -78,6 +79,7 @@ class CostGrid:
     read: float = 0.0
     read_request: float = 0.0
     rank_request: float = 0.0
+    decide_request: float = 0.0
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -163,6 +165,10 @@ class CostGrid:
         """Seconds that a round takes longer where the device shares out the rows."""
         return requests * self.rank_request
 
+    def deciding(self, requests: int) -> float:
+        """Seconds that a round takes longer where a decision is worked out from what was learned."""
+        return requests * self.decide_request
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON; a table is {requests: {count: seconds}}."""
         tables = {name: {str(n): {str(m): seconds for m, seconds in row.items()}
@@ -210,6 +216,10 @@ class CostGrid:
         return {name: _Table(_by_requests(getattr(self, name)), name.startswith(PACKED)) for name in TABLES}
 
     @cached_property
+    def _entries(self) -> dict[tuple[str, int, int], tuple[float, float]]:
+        return {}
+
+    @cached_property
     def _cached(self) -> dict[tuple[str, int, int], tuple[list[float], list[float]]]:
         return {}
 
@@ -218,9 +228,12 @@ class CostGrid:
 
     def _entry(self, layout: str, requests: int, count: int) -> tuple[float, float]:
         """(seconds, seconds more per position of context)."""
-        slopes = self._table(f"{layout}_slope")
-        slope = max(0.0, slopes.price(requests, count)) if slopes.known else 0.0
-        return self._table(layout).price(requests, count), slope
+        key = layout, requests, count
+        if key not in self._entries:
+            slopes = self._table(f"{layout}_slope")
+            slope = max(0.0, slopes.price(requests, count)) if slopes.known else 0.0
+            self._entries[key] = self._table(layout).price(requests, count), slope
+        return self._entries[key]
 
     def _at_depth(self, layout: str, seconds: float, slope: float, depths: Sequence[int]) -> float:
         return seconds + slope * self._further(layout, depths) if depths and slope else seconds

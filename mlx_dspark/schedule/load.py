@@ -83,7 +83,9 @@ def replay_load(policy: BatchPolicy, contents: Sequence[Content], grid: CostGrid
                  for line, own in zip(lines, seen, strict=True)]
         plan = policy.after(asked)
         ranks = plan.ranked is not None
-        if isinstance(policy, ByCost):  # the device's part, which costs no read
+        if isinstance(policy, ByCost):
+            seconds += grid.deciding(requests) * policy.decides
+            # The device's part, which costs no read.
             plan = policy.share_out(plan, [_asked(line, slots[line.request], own)
                                            for line, own in zip(lines, seen, strict=True)])
         accepted = [min(own[index], plan.drafts[line.request]) for line, own in zip(lines, runs, strict=True)]

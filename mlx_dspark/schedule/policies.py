@@ -34,7 +34,8 @@ class Reads(Protocol):
 
     @property
     def uses_confidence(self) -> bool:
-        """Finished rounds must carry their confidences (they come with the round's one host read)."""
+        """This round must carry its confidences when it is finished (they come with the one host read); asked after
+        `after`."""
 
 
 class Policy(Reads, Protocol):

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
 
 from ..decode import Run, admit, clear_cache, judge, prefill_steps, settle
 from ..draft import propose_many
-from ..flight import Flight
+from ..flight import Flight, floats
 from ..load import Pair
 from ..schedule import Policy
 from ..schedule.batch import BatchPolicy
@@ -28,11 +29,11 @@ from .ranked import share_out
 
 @dataclass(frozen=True)
 class Follows:
-    """The policy of a request whose rows are decided for the whole batch."""
+    """The policy of a request whose rows are decided for the whole batch; so confidences are read for all at once."""
 
     name: str
-    uses_confidence: bool
     reads_confidence: bool = False
+    uses_confidence: bool = False
 
     def before(self, history: Sequence[Round]) -> int:
         raise AssertionError("the batch decides")
@@ -65,6 +66,23 @@ class Departure:
 
 
 @dataclass(frozen=True)
+class Wave:
+    """Rounds that were launched together.
+
+    teaching: flights whose confidences the batch's policy learns from. confidences: all of these, int32 by their bits.
+    """
+
+    departures: Sequence[Departure]
+    teaching: Sequence[Flight] = ()
+    confidences: mx.array | None = None
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing of it can be rejected."""
+        return all(departure.flight.settled for departure in self.departures)
+
+
+@dataclass(frozen=True)
 class Landed:
     """A finished round of one member."""
 
@@ -83,12 +101,12 @@ class Batch:
         self.members: dict[int, Member] = {}
         self.taps = () if pair.draft is None or policy.name == "plain" else pair.draft.taps
         self.generated = 0
-        self._flying: list[Departure] = []
+        self._flying: list[Wave] = []
 
     def join(self, member: Member, flight: Flight) -> None:
         """Take in a member whose prefill has been submitted; its first token is read with the next rounds."""
         self.members[member.number] = member
-        self._flying.append(Departure(member, flight))
+        self._flying.append(Wave([Departure(member, flight)]))
 
     def leave(self, number: int) -> None:
         """Forget a member; a round of it that is in flight will land unheard."""
@@ -102,7 +120,7 @@ class Batch:
     def step(self) -> list[Landed]:
         """Land the rounds in flight, having started the next ones where that needs no decision of the host."""
         flying, self._flying = self._flying, []
-        settled = all(departure.flight.settled for departure in flying)
+        settled = all(wave.settled for wave in flying)
         if settled:
             self._launch()
         landed = self._land(flying)
@@ -122,15 +140,30 @@ class Batch:
         flights, lines = propose(self, members)
         schedules, plan = schedule(self, members, flights, lines)
         verify(self, members, flights, schedules, plan)
-        self._flying += [Departure(*both) for both in zip(members, flights, strict=True)]
+        departures = [Departure(*both) for both in zip(members, flights, strict=True)]
+        self._flying.append(Wave(departures, *self._teach(members, flights)))
 
-    def _land(self, flying: Sequence[Departure]) -> list[Landed]:
+    def _teach(self, members: Sequence[Member], flights: Sequence[Flight]) -> tuple[Sequence[Flight], mx.array | None]:
+        """Start on the confidences that the policy will learn from, of those that were not read before."""
+        unread = [flight for member, flight in zip(members, flights, strict=True)
+                  if member.own is None and flight.proposed and flight.confidences is None]
+        if not unread or not self.policy.uses_confidence:
+            return (), None
+        confidences = mx.view(_confidences(unread), mx.int32)
+        mx.async_eval(confidences)
+        return unread, confidences
+
+    def _land(self, flying: Sequence[Wave]) -> list[Landed]:
         """One host read for all; members that left meanwhile are passed over."""
         if not flying:
             return []
-        numbers = _read([departure.flight.packed for departure in flying])
+        departures = [departure for wave in flying for departure in wave.departures]
+        taught = [wave for wave in flying if wave.confidences is not None]
+        numbers = _read([departure.flight.packed for departure in departures] + [wave.confidences for wave in taught])
+        for wave, bits in zip(taught, numbers[len(departures) :], strict=True):
+            _hand_out(floats(bits), wave.teaching)
         landed = [Landed(departure.member, settle(departure.member.run, departure.flight, own))
-                  for departure, own in zip(flying, numbers, strict=True)
+                  for departure, own in zip(departures, numbers, strict=False)
                   if self.members.get(departure.member.number) is departure.member]
         clear_cache(self, sum(len(own.round.tokens) for own in landed))
         return landed
@@ -216,11 +249,20 @@ def _line(member: Member) -> Line:
 
 def _read_confidences(flights: Sequence[Flight]) -> None:
     """Give every flight its own."""
-    if not flights:
-        return
-    values = _read([mx.sigmoid(flight.proposal.confidence_logits[0]) for flight in flights])
-    for flight, own in zip(flights, values, strict=True):
-        flight.confidences = tuple(own)
+    if flights:
+        _hand_out(_confidences(flights).tolist(), flights)
+
+
+def _confidences(flights: Sequence[Flight]) -> mx.array:
+    """c_1..c_n of every flight, one behind the other."""
+    return mx.sigmoid(mx.concatenate([flight.proposal.confidence_logits for flight in flights], axis=1))[0]
+
+
+def _hand_out(confidences: Sequence[float], flights: Sequence[Flight]) -> None:
+    """To every flight its own."""
+    rest = iter(confidences)
+    for flight in flights:
+        flight.confidences = tuple(islice(rest, flight.proposed))
 
 
 def _read(vectors: Sequence[mx.array]) -> list[list[Any]]:

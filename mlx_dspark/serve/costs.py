@@ -8,7 +8,7 @@ points each, and what lies between them is priced like the next larger one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,10 +20,11 @@ from ..draft import propose_many
 from ..profile import REPEATS, Timing, evened, timed
 from ..sampling import make_rule
 from ..schedule.batch import BatchFixed
+from ..schedule.batch_auto import BatchAuto
 from ..schedule.cost import CostCurve
 from ..schedule.grid import PACKED, RECTANGULAR, CostGrid
 from ..schedule.lines import Line, Plan, Ranked
-from ..structs import KVOptions, Sampling
+from ..structs import KVOptions, Round, Sampling
 from .batch import Batch, Follows, Member
 from .packed import LAYOUTS, can_be_rectangular, forward_many
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 NEAR, FAR = 256, 2048
 SHORT_SECONDS = 2.0  # of model time for one count of requests
 DRAFT = "draft"
-HOST_ROUNDS = 16
+LOOP_ROUNDS = 32
 PROMPT = (0,) * 64  # of the rounds of the loop
 
 
@@ -103,34 +104,68 @@ class Around:
     """Rounds of so many requests in the real loop, in seconds.
 
     host: what a plain one takes beside its forward. surplus: what drafting and verifying whole blocks adds to a plain
-    one. read: what a look at the confidences adds to that. rank: what the device's sharing out of half the rows
-    adds to a round with as many.
+    one. further: what proposing whole blocks adds to proposing one slot of each, one being verified. read: what a look
+    at the confidences adds to a drafting round. rank: what the device's sharing out of half the rows adds to a round
+    with as many. decide: what `auto` adds by working out a decision, which is then not followed.
     """
 
     host: float
     surplus: float = 0.0
+    further: float = 0.0
     read: float = 0.0
     rank: float = 0.0
+    decide: float = 0.0
 
 
-def measure_around(pair: Pair, requests: int, short: bool = False) -> Around:
-    """Time plain, drafting and looking rounds by turns."""
+def measure_around(pair: Pair, requests: int, grid: CostGrid, short: bool = False) -> Around:
+    """Time rounds of all these kinds by turns. grid: what decisions go by."""
     loop, gamma = partial(_rounds, pair, requests), 0 if pair.draft is None else pair.draft.gamma
     works = {"plain": loop(BatchFixed(0, "plain")),
              "forward": partial(Together(pair, requests, len(PROMPT)).verify, PACKED, [1] * requests)}
     if gamma:
         works["drafted"] = loop(BatchFixed(gamma, "fixed"))
+        works["narrow"] = loop(BatchFixed(1, "fixed"))
+        works["wide"] = loop(_First(gamma, "fixed"))
     if gamma and pair.draft.has_confidence:
         works["looked"] = loop(BatchFixed(gamma, "fixed", reads_confidence=True))
         works["half"] = loop(_Half(gamma, "fixed"))
         works["ranked"] = loop(_Ranked(gamma, "fixed"))
-    times = timed(works, HOST_ROUNDS, SHORT_SECONDS if short else None, lambda text: None)
+        works["decided"] = loop(_Decided(gamma, "fixed", uses_confidence=True, decides=BatchAuto("auto", gamma, grid)))
+    times = timed(works, LOOP_ROUNDS, SHORT_SECONDS if short else None, lambda text: None)
     seconds = {what: timing.median for what, timing in times.items()}
 
     def more(one: str, other: str) -> float:
         return max(0.0, seconds[one] - seconds[other]) if one in seconds else 0.0
 
-    return Around(more("plain", "forward"), more("drafted", "plain"), more("looked", "drafted"), more("ranked", "half"))
+    return Around(
+        host=more("plain", "forward"), surplus=more("drafted", "plain"), further=more("wide", "narrow"),
+        read=more("looked", "drafted"), rank=more("ranked", "half"), decide=more("decided", "drafted"))
+
+
+class _First(BatchFixed):
+    """Verify one draft."""
+
+    def after(self, lines: Sequence[Line]) -> Plan:
+        plan = super().after(lines)
+        return replace(plan, drafts={request: min(1, drafts) for request, drafts in plan.drafts.items()})
+
+
+@dataclass(frozen=True)
+class _Decided(BatchFixed):
+    """Work out every decision of another policy and do not follow it."""
+
+    decides: BatchAuto | None = None
+
+    def before(self, lines: Sequence[Line]) -> dict[Hashable, int]:
+        self.decides.before(lines)
+        return super().before(lines)
+
+    def after(self, lines: Sequence[Line]) -> Plan:
+        self.decides.after(lines)
+        return super().after(lines)
+
+    def learn(self, landed: Mapping[Hashable, Round]) -> None:
+        self.decides.learn(landed)
 
 
 class _Half(BatchFixed):
@@ -153,7 +188,7 @@ def _rounds(pair: Pair, requests: int, policy: BatchFixed) -> Callable[[], Any]:
     """A round of the real loop, every time it is called."""
     batch, rule = Batch(pair, policy), make_rule(Sampling())
     for number in range(requests):
-        run = Run(pair, PROMPT, DecodeOptions(rule, Follows(policy.name, False)))
+        run = Run(pair, PROMPT, DecodeOptions(rule, Follows(policy.name)))
         member = Member(number, run, PROMPT, None)
         *_, flight = member.steps
         batch.join(member, flight)
@@ -166,33 +201,59 @@ def with_around(grid: CostGrid, measured: Mapping[int, Around]) -> CostGrid:
 
     Forwards were timed one by one, and minutes apart on a machine that is not always equally fast. What a round
     adds to a plain one is therefore set right as a whole: in the loop, host work hides behind the draft, contexts
-    are copied and more rows judged. Host, read and rank are spread over the requests of the largest count.
+    are copied and more rows judged. Host, read, rank and decide are spread over the requests of the largest count.
     """
-    scales = {requests: _scale(grid, requests, around.surplus) for requests, around in measured.items()}
+    scales = {requests: _Scales.of(grid, requests, around) for requests, around in measured.items()}
     most = max(measured)
+
+    def verify(layout: str) -> dict[tuple[int, int], float]:
+        return {(n, m): scales[n].verify(grid.packed[n, n], seconds) if n in scales else seconds
+                for (n, m), seconds in getattr(grid, layout).items()}
+
     return replace(
         grid,
-        packed={(n, m): _stretched(grid, n, seconds, scales.get(n, 1.0)) for (n, m), seconds in grid.packed.items()},
-        rectangular={(n, m): _stretched(grid, n, seconds, scales.get(n, 1.0))
-                     for (n, m), seconds in grid.rectangular.items()},
-        draft={(n, m): seconds * scales.get(n, 1.0) for (n, m), seconds in grid.draft.items()},
+        packed=verify(PACKED),
+        rectangular=verify(RECTANGULAR),
+        draft={(n, m): scales[n].draft(grid.draft[n, 1], seconds) if n in scales else seconds
+               for (n, m), seconds in grid.draft.items()},
         host_request=max(0.0, measured[most].host - grid.host) / most,
         read_request=max(0.0, measured[most].read - grid.read) / most,
         rank_request=measured[most].rank / most,
+        decide_request=measured[most].decide / most,
     )
 
 
-def _scale(grid: CostGrid, requests: int, surplus: float) -> float:
-    """The measured surplus of a drafting round over the priced one; 1 where either is nothing."""
-    slots = max((slots for _, slots in grid.draft), default=0)
-    priced = (grid.packed.get((requests, requests * (slots + 1)), 0.0) - grid.packed[requests, requests]
-              + grid.drafting(requests, slots))
-    return surplus / priced if slots and surplus > 0 and priced > 0 else 1.0
+@dataclass(frozen=True)
+class _Scales:
+    """Measured seconds over priced ones, at one count of requests; 1 where either is nothing.
+
+    further: of the slots after a proposal's first. rest: of the first one, and of all rows beyond one each.
+    """
+
+    further: float
+    rest: float
+
+    @classmethod
+    def of(cls, grid: CostGrid, requests: int, around: Around) -> _Scales:
+        slots = max((slots for n, slots in grid.draft if n == requests), default=0)
+        if not slots:
+            return cls(1.0, 1.0)
+        first, whole = grid.draft[requests, 1], grid.draft[requests, slots]
+        rows = grid.packed.get((requests, requests * (slots + 1)), 0.0) - grid.packed[requests, requests]
+        further = _over(around.further, whole - first)
+        return cls(further, _over(around.surplus - further * (whole - first), first + rows))
+
+    def draft(self, first: float, seconds: float) -> float:
+        """A proposal, given that of one slot."""
+        return self.rest * first + self.further * (seconds - first)
+
+    def verify(self, plain: float, seconds: float) -> float:
+        """A verify forward, given that of one row each."""
+        return max(0.0, plain + self.rest * (seconds - plain))
 
 
-def _stretched(grid: CostGrid, requests: int, seconds: float, scale: float) -> float:
-    plain = grid.packed[requests, requests]
-    return max(0.0, plain + scale * (seconds - plain))
+def _over(measured: float, priced: float) -> float:
+    return measured / priced if measured > 0 and priced > 0 else 1.0
 
 
 def packed_rows(requests: int, widest: int, short: bool = False) -> list[int]:

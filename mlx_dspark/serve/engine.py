@@ -246,8 +246,7 @@ class Engine:
         own, facts = None, {}
         if not request.sampling.greedy and request.sampling.seed is not None:
             own, facts = self._own_policy()
-        batch_policy = self._batch.policy
-        policy = own or Follows(batch_policy.name, batch_policy.uses_confidence)
+        policy = own or Follows(self._batch.policy.name)
         resolved = decode_options(pair, request.sampling, policy, limit, options.kv, options.prefill_step, (),
                                   logprobs=request.logprobs, top_logprobs=request.top_logprobs)
         answer = Answer(pair, len(ids), resolved, request.stop, {**facts, "cached_tokens": 0})
