@@ -1,5 +1,6 @@
 """Policies for several requests: what they ask and decide, and that no admission knows the token it admits."""
 
+import copy
 import functools
 import itertools
 import random
@@ -19,13 +20,13 @@ from scheduling import (
     vectors,
 )
 
+from mlx_dspark.schedule import batch_auto, make_policy
 from mlx_dspark.schedule import load as sim
-from mlx_dspark.schedule import make_policy
 from mlx_dspark.schedule.batch import Line, make_batch_policy
-from mlx_dspark.schedule.batch_auto import BatchAuto
+from mlx_dspark.schedule.batch_auto import STAND, BatchAuto
 from mlx_dspark.schedule.cost import CostCurve
 from mlx_dspark.schedule.grid import CostGrid
-from mlx_dspark.schedule.parking import WARM_UP
+from mlx_dspark.schedule.parking import PROBE, WARM_UP
 from mlx_dspark.schedule.ranking import climb, ranked, search, top
 from mlx_dspark.schedule.simulate import replay
 
@@ -486,3 +487,92 @@ def test_errors_name_the_value_and_the_remedy(text, gamma, confidence, grid, fra
         make_batch_policy(text, gamma, confidence, grid)
     assert "\n" not in str(caught.value)
     assert all(fragment in str(caught.value) for fragment in fragments), caught.value
+
+
+# Decisions that stand
+
+
+def dear(decide, curve="flat", requests=3):
+    """A grid on which looking does not pay and deciding costs so much a request."""
+    return replace(CostGrid.from_curve(CURVES[curve], [requests], GAMMA), read=5.0, decide_request=decide)
+
+
+def watched(policy):
+    """(decided anew, plan, listened to) of every round to come."""
+    after, rounds = policy.after, []
+
+    def recorded(lines):
+        plan = after(lines)
+        rounds.append((policy.decides, plan, policy.uses_confidence))
+        return plan
+    policy.after = recorded
+    return rounds
+
+
+def replayed(grid, kind="steady", rounds=400, requests=3, seed=2):
+    policy = make_batch_policy("auto", GAMMA, True, grid)
+    record = watched(policy)
+    return policy, record, sim.replay_load(policy, sim.made_up_load(kind, requests, rounds, seed), grid)
+
+
+def test_decisions_stand_where_new_ones_cost_more_than_they_bring():
+    _, rounds, _ = replayed(dear(0.05))
+    first = next(at for at, (decided, _, _) in enumerate(rounds) if decided and at >= 200)
+    late = rounds[first:]
+    assert any(plan.drafts[0] for _, plan, _ in late)
+    ages, age = [], 0
+    for (decided, plan, listened), (_, before, _) in zip(late[1:], late, strict=False):
+        age = 0 if decided else age + 1
+        ages.append(age)
+        assert decided or plan is before and listened == (age == STAND - 1)
+        assert listened or not decided
+    assert max(ages) == STAND - 1 and ages.count(0) <= 0.4 * len(ages)
+
+
+def test_decisions_are_made_anew_where_that_is_free():
+    _, rounds, _ = replayed(dear(0.0))
+    assert all(decided and listened for decided, _, listened in rounds)
+
+
+def test_decisions_that_keep_badly_are_made_anew():
+    """The same price of deciding: content that changes from round to round is worth it."""
+    steady, changing = (sum(decided for decided, _, _ in replayed(dear(0.02), kind)[1][200:])
+                        for kind in ("steady", "swinging"))
+    assert changing > 1.5 * steady
+
+
+def test_standing_is_cheaper_in_all(monkeypatch):
+    standing = replayed(dear(0.05))[2].rate
+    monkeypatch.setattr(batch_auto, "STAND", 1)
+    assert standing > 1.01 * replayed(dear(0.05))[2].rate
+
+
+@pytest.mark.parametrize("change", ["joined", "left", "fixed", "ends"])
+def test_a_decision_is_for_the_requests_it_was_made_for(change):
+    policy, _, _ = replayed(dear(0.05))
+    same = [Line(request, left=99) for request in range(3)]
+    policy.before(same[:2])
+    policy.after(same[:2])  # whatever stood is over
+    slots = policy.before(same)
+    policy.after([replace(line, proposed=slots[line.request]) for line in same])
+    other = {
+        "joined": [*same, Line(9, left=99)], "left": same[:2], "fixed": [*same[:2], replace(same[2], fixed=2)],
+        "ends": [*same[:2], replace(same[2], left=max(slots.values()) - 1)],
+    }[change]
+    control = copy.deepcopy(policy)
+    control.before(same)
+    policy.before(other)
+    assert policy.decides and not control.decides
+
+
+def test_parked_requests_go_on_waiting_while_a_decision_stands(monkeypatch):
+    """Pauses between probes are counted in rounds, whoever decided them."""
+    found = {}
+    for stand in (1, STAND):
+        monkeypatch.setattr(batch_auto, "STAND", stand)
+        _, rounds, load = replayed(dear(0.05, "linear"), "swinging", rounds=1500)
+        assert load.parked > 0.8
+        assert sum(decided for decided, _, _ in rounds) <= 0.5 * len(rounds) or stand == 1
+        found[stand] = [decided for decided, plan, _ in rounds if PROBE in plan.reasons.values()]
+        assert all(found[stand]), "a probe is a decision, and it does not stand"
+    assert len(found[STAND]) >= 0.2 * len(found[1]) > 10, {stand: len(own) for stand, own in found.items()}

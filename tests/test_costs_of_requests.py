@@ -135,9 +135,9 @@ def test_the_command_measures_stores_and_prints(monkeypatch, unmeasured):
     monkeypatch.setattr(profile, "measure", lambda pair, short, progress: CURVE)
     clock = Clock(monkeypatch)
     monkeypatch.setattr(costs, "Together", lambda pair, requests, depth: clock.begin(requests, depth))
-    monkeypatch.setattr(costs, "measure_around", lambda pair, requests, short: Around(
-        host=CURVE.host + 0.25 * requests, surplus=0.5 * requests, read=CURVE.read + 0.1 * requests,
-        rank=0.2 * requests))
+    monkeypatch.setattr(costs, "measure_around", lambda pair, requests, grid, short: Around(
+        host=CURVE.host + 0.25 * requests, surplus=0.5 * requests, further=0.1, read=CURVE.read + 0.1 * requests,
+        rank=0.2 * requests, decide=0.05 * requests))
     done = CliRunner().invoke(profile.command, ["--requests", "2,1", "--short"])
     assert done.exit_code == 0, done.output
     text = done.stdout.split("\n\n")[1]
@@ -146,11 +146,12 @@ def test_the_command_measures_stores_and_prints(monkeypatch, unmeasured):
     (path,) = (unmeasured / "grids").iterdir()
     stored = CostGrid.from_dict(json.loads(path.read_text(encoding="utf-8")))
     assert stored.most_requests == 2
-    assert (stored.around(2), stored.reading(2)) == pytest.approx((0.7, 0.5))
+    assert (stored.around(2), stored.reading(2), stored.deciding(2)) == pytest.approx((0.7, 0.5, 0.1))
     for n in (1, 2):
         surplus = stored.verify("packed", [4] * n) - stored.verify("packed", [1] * n) + stored.drafting(n, 3)
         assert surplus == pytest.approx(0.5 * n)
-    assert "host 700.000 ms a round of 2, a look at the confidences 500.000 ms, ranking by the device 400.000" in text
+    assert ("host 700.000 ms a round of 2, a look at the confidences 500.000 ms, ranking by the device 400.000 ms, "
+            "a decision 100.000 ms") in text
     both = json.loads(CliRunner().invoke(profile.command, ["--requests", "2", "--short", "--json"]).stdout)
     assert CostCurve.from_dict(both["curve"]) == CURVE and CostGrid.from_dict(both["grid"]).most_requests == 2
 
@@ -165,7 +166,7 @@ def test_real_requests_are_measured(monkeypatch):
 
 
 def test_rounds_are_priced_beside_their_forwards(monkeypatch):
-    """By a clock: a round takes three, a forward ten and one a row, a proposal two, a look a half."""
+    """By a clock: a round takes three, a forward ten and one a row, a slot two, a look a half, a decision a quarter."""
     now, pair = [0.0], embedded_pair()
     monkeypatch.setattr(profile.time, "perf_counter", lambda: now[0])
 
@@ -179,22 +180,32 @@ def test_rounds_are_priced_beside_their_forwards(monkeypatch):
 
     for module in (costs, batch):
         tick(module, "forward_many", lambda args: 10.0 + sum(tokens.shape[1] for tokens in args[1]))
-    tick(batch, "propose_many", lambda args: 2.0)
+    tick(batch, "propose_many", lambda args: 2.0 * max(args[3]))
+    tick(costs.BatchAuto, "before", lambda args: 0.25)
     tick(batch, "_read_confidences", lambda args: 0.5 if args[0] else 0.0)
     tick(costs.Batch, "step", lambda args: 3.0)
-    assert costs.measure_around(pair, 3) == Around(host=3.0, surplus=3 * 7 + 2.0, read=0.5, rank=3 * 3)
-    assert costs.measure_around(pair_of(build_model("qwen3"), None), 3) == Around(host=3.0)
+    grid = CostGrid.from_curve(CURVE, [3], 7)
+    assert costs.measure_around(pair, 3, grid) == Around(
+        host=3.0, surplus=3 * 7 + 14.0, further=12.0, read=0.5, rank=3 * 3, decide=0.25)
+    assert costs.measure_around(pair_of(build_model("qwen3"), None), 3, grid) == Around(host=3.0)
 
 
 def test_a_drafting_round_is_set_right_as_a_whole():
+    """Slots after a proposal's first by what they add, the rest by what is left of a drafting round's surplus."""
     grid = CostGrid({(1, 1): 0.5, (1, 4): 0.6, (2, 2): 1.0, (2, 5): 1.3, (2, 8): 1.6}, {(2, 1): 1.1, (2, 4): 1.5},
                     draft={(2, 1): 0.2, (2, 3): 0.4}, host=0.2, read=0.1)
-    whole = costs.with_around(grid, {2: Around(host=0.6, surplus=0.5, read=0.3, rank=0.04)})  # priced at 1.0
+    # Priced at 0.6 for rows, 0.2 for one slot and 0.2 for further ones.
+    whole = costs.with_around(grid, {2: Around(host=0.6, surplus=0.5, further=0.1, read=0.3, rank=0.04, decide=0.06)})
     assert whole.packed == pytest.approx({(1, 1): 0.5, (1, 4): 0.6, (2, 2): 1.0, (2, 5): 1.15, (2, 8): 1.3})
     assert whole.rectangular == pytest.approx({(2, 1): 1.05, (2, 4): 1.25})
     assert whole.draft == pytest.approx({(2, 1): 0.1, (2, 3): 0.2})
-    assert (whole.host_request, whole.read_request, whole.rank_request) == pytest.approx((0.2, 0.1, 0.02))
+    assert (whole.host_request, whole.read_request, whole.rank_request, whole.decide_request) == pytest.approx(
+        (0.2, 0.1, 0.02, 0.03))
     assert costs.with_around(grid, {2: Around(host=0.1)}) == grid, "less than what one request takes is noise"
+    dear = costs.with_around(grid, {2: Around(host=0.2, surplus=1.2, further=0.4)})
+    assert dear.draft == pytest.approx({(2, 1): 0.2, (2, 3): 0.6}) and dear.packed == pytest.approx(grid.packed)
+    surplus = dear.packed[2, 8] - dear.packed[2, 2] + dear.draft[2, 3]
+    assert surplus == pytest.approx(1.2)
 
 
 @pytest.mark.parametrize("text", ["0", "x", "1,,2", "1000"])

@@ -156,7 +156,7 @@ class BatchAuto(ByCost):
         """Whether a new decision for the next round would not be worth the host's time: nobody looked, probed, is about
         to probe or saw further than usual, of everybody who drafts something has been seen, and decisions keep."""
         load = self._load(len(lines))
-        learned = load.stale.count and load.knows_widths
+        learned = load.stale.count >= FULL and load.knows_widths
         if self._probes_in <= STAND or not learned and any(line.proposed for line in lines):
             return False
         saved = self._lambda * self.grid.deciding(len(lines))
@@ -280,7 +280,9 @@ class BatchAuto(ByCost):
                 drafting.add(request)
             else:
                 parking.park(-values[request])
-                self._probes_in = min(self._probes_in, load.odds.pause(cost) - parking.parked)
+                wait = load.odds.pause(cost) - parking.parked
+                if wait > 0:  # else it is due, and the run cannot afford it yet
+                    self._probes_in = min(self._probes_in, wait)
         return drafting
 
     def _may_lose(self, tokens: float) -> bool:
@@ -325,12 +327,11 @@ class BatchAuto(ByCost):
     # After the round
 
     def _account(self, rounds: Sequence[Round], depths: Sequence[int]) -> None:
-        """Tokens and modelled seconds of a round."""
+        """Tokens and modelled seconds of a round; not of deciding, which no probe is to blame for."""
         asked = [one.proposed for one in rounds if one.proposed]
         seconds = (self.grid.cheaper([one.rows for one in rounds], depths)[1] + self.grid.around(len(rounds))
                    + self.grid.drafting(len(asked), max(asked, default=0))
-                   + (self._following(len(rounds)) if asked else 0.0)
-                   + self.decides * self.grid.deciding(len(rounds)))
+                   + (self._following(len(rounds)) if asked else 0.0))
         tokens, plain = sum(len(one.tokens) for one in rounds), seconds * self._plain_rate(depths)
         self._load(len(rounds)).rate.add(tokens, plain)
         self.tokens += tokens
