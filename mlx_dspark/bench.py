@@ -211,10 +211,11 @@ def command(context: click.Context, policies: str, prompts: Path | None, count: 
 @click.option("--count", type=click.IntRange(1), default=16, help="How many prompts of the file.")
 @click.option("-m", "--max-tokens", type=click.IntRange(2), default=96)
 @click.option("--repeats", type=click.IntRange(1), default=3)
+@click.option("--steady", is_flag=True, help="Every place filled, rounds by turns, prompts not counted.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw it: a .png or .svg file (needs matplotlib).")
 @run_command
 def requests_command(loads: str, policies: str, prompts: Path | None, count: int, max_tokens: int, repeats: int,
-                     plot: Path | None, **pair_fields: Any) -> None:
+                     steady: bool, plot: Path | None, **pair_fields: Any) -> None:
     """Throughput of several requests at once by policy, and the latency of one; one JSON document on stdout."""
     counts = loads.split(",")
     if not all(text.isdecimal() and int(text) for text in counts):
@@ -227,7 +228,7 @@ def requests_command(loads: str, policies: str, prompts: Path | None, count: int
     from .bench_requests import bench_requests
 
     document = bench_requests(pair, chosen, [int(text) for text in counts], policies.split(",") if pair.draft else [],
-                              max_tokens, repeats, notes.progress)
+                              max_tokens, repeats, notes.progress, steady)
     notes.progress("")
     if plot is not None:
         panels = {title: _lines(document, name) for title, name in

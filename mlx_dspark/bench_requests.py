@@ -1,11 +1,14 @@
 """`bench requests`: throughput of several requests at once by policy, and the latency of one.
 
 Every load (requests decoded together) gets one engine a policy. Each repeat serves the same requests through every
-engine in rotating order; ratios are taken within a repeat, and their median is reported.
+engine in rotating order; ratios are taken within a repeat, and their median is reported. `steady` times rounds by turns
+instead, with every place filled: a machine that is not always equally fast is then equally slow for all policies.
 """
 
 from __future__ import annotations
 
+import itertools
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,18 +17,27 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import mlx.core as mx
+
 from .backend import machine
+from .decode import DecodeOptions, Run
 from .generate import stream_generate
 from .load import Pair
+from .sampling import make_rule
+from .scheduling import batch_policy_for
 from .serve import Engine, EngineOptions, Request
+from .serve.batch import Batch, Follows, Member
+from .serve.packed import layouts_of
+from .structs import Round, Sampling
 
 PLAIN = "plain"
 WAVES = 2  # requests a place in the batch, so that they come and go
+STEADY_ROUNDS = 40  # of a policy in a repeat
 
 
 @dataclass(frozen=True)
 class Served:
-    """One pass of all requests through an engine."""
+    """One pass of all requests through an engine, or so many rounds."""
 
     tokens: int
     seconds: float
@@ -33,7 +45,7 @@ class Served:
     rows: int
     parked: int
     round_tokens: int
-    texts: tuple[tuple[int, ...], ...]
+    texts: tuple[tuple[int, ...], ...] = ()
 
     @property
     def rate(self) -> float:
@@ -43,18 +55,23 @@ class Served:
 
 def bench_requests(
     pair: Pair, prompts: Sequence[Sequence[int]], loads: Sequence[int], policies: Sequence[str], max_tokens: int,
-    repeats: int, progress: Callable[[str], None] = lambda text: None,
+    repeats: int, progress: Callable[[str], None] = lambda text: None, steady: bool = False,
 ) -> dict[str, Any]:
-    """Serve prompts (token ids) greedily at every load under `plain` and each policy; returns the JSON document."""
+    """Serve prompts (token ids) greedily at every load under `plain` and each policy; returns the JSON document.
+
+    steady: rounds by turns, prompts not counted; without the latency of one request.
+    """
     names = list(dict.fromkeys([PLAIN, *policies]))
+    measure = _steadily if steady else _at_load
     return {
         "machine": machine(),
         "pair": dict(pair.facts),
         "prompts": len(prompts),
         "max_tokens": max_tokens,
         "repeats": repeats,
-        "loads": {str(load): _at_load(pair, prompts, load, names, max_tokens, repeats, progress) for load in loads},
-        "latency": _latency(pair, prompts, names, max_tokens, repeats, progress),
+        "steady": steady,
+        "loads": {str(load): measure(pair, prompts, load, names, max_tokens, repeats, progress) for load in loads},
+        **({} if steady else {"latency": _latency(pair, prompts, names, max_tokens, repeats, progress)}),
     }
 
 
@@ -73,6 +90,61 @@ def _at_load(
                 progress(f"{load} requests, repeat {repeat + 1}/{repeats}, {name}")
                 passes[name].append(_serve(engines[name], wanted, max_tokens))
     return {name: _report(passes[name], passes[PLAIN]) for name in names}
+
+
+def _steadily(
+    pair: Pair, prompts: Sequence[Sequence[int]], load: int, names: Sequence[str], max_tokens: int, repeats: int,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    places = {name: _Places(pair, name, load, prompts, max_tokens) for name in names}
+    passes: dict[str, list[Served]] = {name: [] for name in names}
+    turns = random.Random(0)
+    for repeat in range(repeats + 1):  # the first is the warm-up, and what `auto` learns
+        progress(f"{load} requests, rounds by turns, repeat {repeat} of {repeats}")
+        for _ in range(STEADY_ROUNDS):
+            for name in turns.sample(names, len(names)):
+                places[name].round()
+        for name in names:
+            passes[name].append(places[name].served())
+    return {name: _report(passes[name][1:], passes[PLAIN][1:]) for name in names}
+
+
+class _Places:
+    """A batch in which the next prompt follows where a text has ended; of the first ones some end early."""
+
+    def __init__(self, pair: Pair, policy: str, load: int, prompts: Sequence[Sequence[int]], max_tokens: int):
+        self._pair, self._load, self._max_tokens = pair, load, max_tokens
+        self._batch = Batch(pair, batch_policy_for(pair, policy, load, layouts_of(pair.target)))
+        self._prompts = enumerate(itertools.cycle(prompts))
+        self._rounds: list[Round] = []
+        self._seconds = 0.0
+        for place in range(load):
+            self._fill(max(2, max_tokens * (place + 1) // load))
+
+    def round(self) -> None:
+        """One round of all, then whoever is next begins."""
+        since = time.perf_counter()
+        landed = self._batch.step()
+        self._seconds += time.perf_counter() - since
+        self._rounds += [own.round for own in landed if own.round.rows]
+        while len(self._batch.members) < self._load:
+            self._fill(self._max_tokens)
+
+    def served(self) -> Served:
+        """What was done since this was last asked."""
+        rounds, seconds = self._rounds, self._seconds
+        self._rounds, self._seconds = [], 0.0
+        tokens = sum(len(one.tokens) for one in rounds)
+        return Served(tokens, seconds, len(rounds), sum(one.rows for one in rounds),
+                      sum(not one.proposed for one in rounds), tokens)
+
+    def _fill(self, max_tokens: int) -> None:
+        number, prompt = next(self._prompts)
+        options = DecodeOptions(make_rule(Sampling()), Follows(self._batch.policy.name), max_tokens)
+        member = Member(number, Run(self._pair, prompt, options), prompt, None)
+        *_, flight = member.steps
+        mx.eval(flight.packed)
+        self._batch.join(member, flight)
 
 
 def _latency(
@@ -136,6 +208,6 @@ def _report(passes: Sequence[Served], plain: Sequence[Served]) -> Mapping[str, A
         "tau": round(sum(own.round_tokens for own in passes) / rounds, 4),
         "rows_per_request": round(sum(own.rows for own in passes) / rounds, 4),
         "parked_share": round(sum(own.parked for own in passes) / rounds, 4),
-        "texts_equal_plain": sum(a == b for a, b in zip(passes[0].texts, plain[0].texts, strict=True)),
-        "texts": len(plain[0].texts),
+        **({"texts_equal_plain": sum(a == b for a, b in zip(passes[0].texts, plain[0].texts, strict=True)),
+            "texts": len(plain[0].texts)} if plain[0].texts else {}),
     }

@@ -8,7 +8,8 @@ from click.testing import CliRunner
 from helpers import embedded_pair
 
 from mlx_dspark import bench
-from mlx_dspark.bench_requests import bench_requests
+from mlx_dspark import bench_requests as bench_requests_module
+from mlx_dspark.bench_requests import _Places, bench_requests
 
 
 @pytest.fixture(autouse=True)
@@ -63,11 +64,35 @@ def test_requests_are_served_under_every_policy_and_load():
         assert fixed["texts_equal_plain"] == fixed["texts"] == 2 * int(load)
 
 
-def test_the_command_for_requests_prints_one_document(prompts):
+def test_rounds_by_turns_fill_every_place(monkeypatch):
+    monkeypatch.setattr(bench_requests_module, "STEADY_ROUNDS", 12)
+    prompts = [[5, 6, 7, 8], [9, 10, 11]]
+    document = bench_requests(embedded_pair(), prompts, [3], ["fixed:2"], 8, 2, steady=True)
+    assert document["steady"] and "latency" not in document
+    plain, fixed = (document["loads"]["3"][name] for name in ("plain", "fixed:2"))
+    assert plain["tau"] == plain["rows_per_request"] == plain["parked_share"] == plain["over_plain"]["median"] == 1
+    assert 2 < fixed["rows_per_request"] <= 3 and 1 < fixed["tau"] <= 3 and fixed["parked_share"] < 0.5
+    assert fixed["tokens_per_second"] > 0 and "texts" not in fixed
+
+
+def test_places_are_filled_again():
+    places = _Places(embedded_pair(), "fixed:2", 2, [[5, 6, 7, 8], [9, 10, 11]], 4)
+    for _ in range(12):
+        places.round()
+        assert len(places._batch.members) == 2
+    served = places.served()
+    assert served.rounds > 10 and served.tokens == served.round_tokens > served.rounds
+    assert places.served().rounds == 0
+
+
+@pytest.mark.parametrize("steady", [(), ("--steady",)])
+def test_the_command_for_requests_prints_one_document(prompts, monkeypatch, steady):
+    monkeypatch.setattr(bench_requests_module, "STEADY_ROUNDS", 4)
     short = ("--count", "2", "-m", "4", "--repeats", "1")
-    done = invoke("requests", *prompts, "--loads", "2", "--policy", "fixed:2", *short)
+    done = invoke("requests", *prompts, "--loads", "2", "--policy", "fixed:2", *short, *steady)
     assert done.exit_code == 0, done.output
-    assert set(json.loads(done.stdout)["loads"]["2"]) == {"plain", "fixed:2"}
+    document = json.loads(done.stdout)
+    assert set(document["loads"]["2"]) == {"plain", "fixed:2"} and document["steady"] == bool(steady)
 
 
 @pytest.mark.parametrize(("args", "message"), [

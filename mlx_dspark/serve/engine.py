@@ -28,7 +28,7 @@ from ..stats import Statistics
 from ..structs import KVOptions
 from .batch import Batch, Follows, Member
 from .memory import Footprint, default_limit, footprint
-from .packed import LAYOUTS, PACKED, can_be_rectangular, check_sharing
+from .packed import LAYOUTS, PACKED, check_sharing, layouts_of
 from .prefix import PrefixCache
 from .request import Deliver, EngineBusy, EngineClosed, EngineError, Event, Request, Stream
 
@@ -221,8 +221,8 @@ class Engine:
 
     def _layouts(self) -> Sequence[str]:
         """The layouts that may be used, the only one where one was asked for."""
-        pair, kv, wanted = self.pair, self.options.kv, self.options.layout
-        able = LAYOUTS if kv.bits is None and can_be_rectangular([pair.target.start(kv)]) else (PACKED,)
+        pair, wanted = self.pair, self.options.layout
+        able = layouts_of(pair.target, self.options.kv)
         if wanted is not None and wanted not in able:
             raise CacheError(f"{pair.target.name} has caches that cannot lie side by side (windows, or --kv-bits): use "
                              f"the layout {PACKED}")

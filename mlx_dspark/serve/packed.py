@@ -79,6 +79,12 @@ def can_be_rectangular(caches: Sequence[TargetCache]) -> bool:
     return all(type(layer).__name__ == "KVCache" for cache in caches for layer in cache.layers)
 
 
+def layouts_of(target: Target, options: KVOptions | None = None) -> Sequence[str]:
+    """The layouts that this target's caches can be run in."""
+    options = options or KVOptions()
+    return LAYOUTS if options.bits is None and can_be_rectangular([target.start(options)]) else (PACKED,)
+
+
 def check_sharing(target: Target, options: KVOptions | None = None) -> None:
     """Run two short requests together and alone, one and several rows; raise CacheError where they differ."""
     prompts, steps = ([1, 2, 3, 1, 2], [3, 1, 2]), ([2, 1], [3])
