@@ -122,9 +122,10 @@ class _Places:
             self._fill(max(2, max_tokens * (place + 1) // load))
 
     def round(self) -> None:
-        """One round of all, then whoever is next begins."""
+        """One round of all, waited for so that none of it is left to the next policy; then whoever is next begins."""
         since = time.perf_counter()
         landed = self._batch.step()
+        mx.synchronize()
         self._seconds += time.perf_counter() - since
         self._rounds += [own.round for own in landed if own.round.rows]
         while len(self._batch.members) < self._load:
