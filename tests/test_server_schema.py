@@ -170,6 +170,54 @@ def test_limits_are_told_with_their_numbers():
     assert completion_request(unbounded, completion()).request.max_tokens == -1
 
 
+class Unread:
+    """A tokenizer that notes what it is made to encode."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.encoded = tokenizer, []
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text, **options):
+        self.encoded.append(text)
+        return self._tokenizer.encode(text, **options)
+
+    def apply_chat_template(self, *messages, tokenize=True, **options):
+        text = self._tokenizer.apply_chat_template(*messages, tokenize=False, **options)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+
+def test_no_text_has_fewer_tokens_than_the_longest_allows():
+    model = plain_model()
+    assert model.longest_text == model.context * model.longest_token
+    for text in (" " * 3200, "é" * 500, "import os\n" * 99, "\U0001f600" * 99):
+        assert len(model.tokenizer.encode(text)) * model.longest_token >= len(text.encode())
+
+
+@pytest.mark.parametrize("ask, body, param", [
+    (completion_request, completion(prompt="é" * 301), "prompt"),
+    (chat_request, chat(messages=[{"role": "user", "content": "x" * 300}, *USER, *USER, *USER]), "messages"),
+    (chat_request, chat(tools=[{"type": "function", "function": {"name": "f", "description": "x" * 601}}]), "messages"),
+], ids=["completion", "chat", "tools"])
+def test_what_no_context_holds_is_refused_before_it_is_encoded(ask, body, param):
+    tokenizer = Unread(chat_tokenizer())
+    model = chat_model(tokenizer=tokenizer, context=20, longest_token=15 if ask is chat_request else 30)
+    over = refused(ask, body, model)
+    assert (over.status, over.code, over.param) == (400, "context_length_exceeded", param)
+    assert tokenizer.encoded == [] and "bytes and the context of 20 tokens holds at most" in str(over)
+    assert refused(ask, body, replace(model, longest_token=500)).code == "context_length_exceeded"  # by its tokens
+    assert len(tokenizer.encoded) == 1
+    assert ask(replace(model, context=None), body).request.prompt  # bounded by --max-body-mb alone
+
+
+def test_what_the_template_leaves_out_does_not_count():
+    """As templates do with the thoughts of earlier turns."""
+    messages = [{"role": "user", "content": "hello", "reasoning_content": "hm " * 999}]
+    model = chat_model(tokenizer=Unread(chat_tokenizer()), context=20, longest_token=15)
+    assert chat_request(model, chat(messages=messages)).request.prompt == chat_request(chat_model(), chat()).request.prompt
+
+
 @pytest.mark.parametrize("fields, param", [({"prompt": [-1]}, "prompt"), ({"prompt": [10**9]}, "prompt"),
                                            ({"logit_bias": {"999999": 1}}, "logit_bias")])
 def test_tokens_outside_the_vocabulary(fields, param):
