@@ -98,7 +98,8 @@ def test_a_second_interrupt_does_not_wait():
 @pytest.mark.parametrize(("options", "code", "fragment"), [
     (("--host", "0.0.0.0"), 1, "--host 0.0.0.0 can be reached from other machines: give an --api-key"),
     (("--allow-origin", "example.com"), 1, "--allow-origin example.com is not an origin"),
-    (("--api-key", ""), 1, "the API key is empty"),
+    (("--allow-origin", "http://["), 1, "--allow-origin http://[ is not an origin"),
+    (("--api-key", ""), 1, "the API key is empty"), (("--api-key", " k"), 1, "begins or ends with a space"),
     (("--chat-template-args", "[1]"), 2, "is not a JSON object"),
     (("--port", "0", "--model", "/nowhere"), 1, "/nowhere"),
 ])

@@ -61,7 +61,7 @@ def command(**o: Any) -> None:
     """
     _require_extra()
     from .run import bind, run
-    from .security import Guard
+    from .security import Guard, address_of
 
     notes = Notes()
     guard = Guard(o["host"], o["api_key"], o["allow_origin"], int(o["max_body_mb"] * (1 << 20)))
@@ -75,8 +75,7 @@ def command(**o: Any) -> None:
         engine = _engine(pair, o, notes)
         try:
             app = _app(engine, pair, guard, template, o)
-            host = f"[{o['host']}]" if ":" in o["host"] else o["host"]
-            click.echo(f"http://{host}:{bound.getsockname()[1]}")
+            click.echo(address_of(o["host"], bound.getsockname()[1]))
             notes.say("Ctrl-C ends it: running answers are finished first, a second Ctrl-C does not wait")
             run(app, engine, bound, o["drain"])
         finally:
