@@ -205,6 +205,7 @@ def test_curl(small):
     (b'{"prompt": "x", "model": "other"}', 404, "model"),
     (b'{"prompt": "x", "max_tokens": 9999999}', 400, "max_tokens"),
     (b'{"prompt": "x", "stop": {"a": 1}}', 422, "stop"), (b"{}", 422, "prompt"),
+    ('{"prompt": "\ud800"}'.encode("utf-16-le", "surrogatepass"), 422, None),
 ])
 def test_a_bad_body_is_no_server_error(small, body, status, param):
     response = httpx2.post(f"{small}/v1/completions", content=body, headers={"content-type": "application/json"})

@@ -8,7 +8,10 @@ from helpers import embedded_pair
 from pydantic import ValidationError
 from stand_in import chat_model, chat_tokenizer, generated, plain_model, saying
 
-from mlx_dspark.generate import Chunk
+from mlx_dspark.decode import DecodeOptions
+from mlx_dspark.generate import Answer, Chunk
+from mlx_dspark.sampling import make_rule
+from mlx_dspark.schedule import make_policy
 from mlx_dspark.serve.request import Request
 from mlx_dspark.server.answers import ChatForm, CompletionForm, Reader, merged, usage_of
 from mlx_dspark.server.asking import Defaults, chat_request, completion_request
@@ -16,7 +19,7 @@ from mlx_dspark.server.errors import Refusal, encode, invalid
 from mlx_dspark.server.schema import ChatBody, CompletionBody, parse_json
 from mlx_dspark.server.tools import CALL, CONTENT, THOUGHT, Markers, Splitter, first_state, markers_of
 from mlx_dspark.stats import Statistics
-from mlx_dspark.structs import Sampling
+from mlx_dspark.structs import Round, Sampling, Schedule
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 USER = [{"role": "user", "content": "hello"}]
@@ -40,7 +43,9 @@ def problem(make, **fields):
 
 
 @pytest.mark.parametrize("text", [b'{"a": NaN}', b'{"a": -Infinity}', b'{"a": 1e999}', b"[1,", b"\xff",
-                                  b'{"a": "\\ud800"}', b"[" * 100_000, b"1" * 5000])
+                                  b'{"a": "\\ud800"}', b"[" * 100_000, b"1" * 5000, b"", b"\xed\xa0\x80",
+                                  '{"a": 1}'.encode("utf-16"), '{"a": "\ud800"}'.encode("utf-16-le", "surrogatepass"),
+                                  '{"a": 1}'.encode("utf-32-be")])
 def test_what_is_no_json_is_refused(text):
     with pytest.raises(json.JSONDecodeError):
         parse_json(text)
@@ -49,6 +54,7 @@ def test_what_is_no_json_is_refused(text):
 def test_json_is_read():
     text = b'{"a": [1, 2.5, null, true, "\\ud83d\\ude00", "\\u00e9"]}'
     assert parse_json(text) == {"a": [1, 2.5, None, True, "😀", "é"]}
+    assert parse_json(b"\xef\xbb\xbf" + text) == parse_json(text)  # with a byte order mark
 
 
 @pytest.mark.parametrize("field, value", [
@@ -215,7 +221,8 @@ def test_what_the_template_leaves_out_does_not_count():
     """As templates do with the thoughts of earlier turns."""
     messages = [{"role": "user", "content": "hello", "reasoning_content": "hm " * 999}]
     model = chat_model(tokenizer=Unread(chat_tokenizer()), context=20, longest_token=15)
-    assert chat_request(model, chat(messages=messages)).request.prompt == chat_request(chat_model(), chat()).request.prompt
+    short = chat_request(chat_model(), chat()).request
+    assert chat_request(model, chat(messages=messages)).request.prompt == short.prompt
 
 
 @pytest.mark.parametrize("fields, param", [({"prompt": [-1]}, "prompt"), ({"prompt": [10**9]}, "prompt"),
@@ -323,9 +330,9 @@ def test_markers_follow_the_tokenizer():
 # Chunks as OpenAI's objects
 
 
-def read(chunks, splitter=None, watched=False):
+def read(chunks, splitter=None, watched=False, stop=()):
     tokenizer = chat_tokenizer()
-    reader = Reader(tokenizer, embedded_pair().stop_ids, splitter, watched)
+    reader = Reader(tokenizer, embedded_pair().stop_ids, splitter, watched, stop)
     kept = list(chunks)
     return [reader.read(chunk) for chunk in kept], kept[-1].stats
 
@@ -355,6 +362,43 @@ def test_stream_and_document_say_the_same():
     assert all(value <= 0 for value in logprobs["token_logprobs"]) and logprobs["top_logprobs"] is None
     for text, offset in zip(logprobs["tokens"], logprobs["text_offset"]):
         assert choice["text"][offset:].startswith(text)
+
+
+def test_offsets_of_an_answer_that_begins_with_a_space():
+    request = Request(tuple(embedded_pair().tokenizer.encode("import os\nimport")), max_tokens=40, logprobs=True)
+    deltas, stats = read(generated(request))
+    choice = CompletionForm("m").document(merged(deltas), stats)["choices"][0]
+    tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+    assert choice["text"].startswith(" ") and "".join(tokens) == choice["text"]
+    assert offsets == [len("".join(tokens[:place])) for place in range(40)]
+
+
+def pieces_of(text, stop=(), size=1):
+    """The answer's text, and its pieces in the events, where the engine's rounds have so many tokens."""
+    pair = embedded_pair()
+    ids = pair.tokenizer.encode(text, add_special_tokens=False)
+    plain = DecodeOptions(make_rule(Sampling()), make_policy("plain", 0, False), stop_ids=pair.stop_ids)
+    answer, chunks = Answer(pair, 1, plain, stop, {}), []
+    for index in range(0, len(ids), size):
+        kept = tuple(ids[index : index + size])
+        chunks.append(answer.take(Round(index, 0, len(kept), len(kept), kept, len(kept) - 1, kept,
+                                        Schedule(len(kept), "fixed", "said"), {})))
+        if answer.finish:
+            break
+    chunks.append(answer.end("length"))
+    watches = [delta.watch for delta in read(chunks, watched=True, stop=stop)[0]]
+    return "".join(chunk.text for chunk in chunks), "".join(
+        piece for watch in watches for piece, _ in watch.get("tokens", ()))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("text, stop, wanted", [
+    (" path", (), " path"), ("   ", (), "   "), (" ", (), " "), ("a ", (), "a "), ("\n \n", (), "\n \n"),
+    ("f(x)) + 1", ("))",), "f(x"), ("f(x) + 1", ("))",), "f(x) + 1"), ("f(x)", ("))",), "f(x)"),
+    (" )) + 1", ("))",), " "), ("naïve 😀", (), "naïve 😀"),
+])
+def test_pieces_put_together_are_the_answers_text(text, stop, wanted, size):
+    assert pieces_of(text, stop, size) == (wanted, wanted)
 
 
 def test_every_round_is_described_when_it_is_asked_for():

@@ -101,7 +101,8 @@ class Desk:
         except BaseException:
             mailbox.leave()
             raise
-        reader = Reader(self._model.tokenizer, self._model.stop_ids, asked.splitter, bool(body.dspark))
+        reader = Reader(self._model.tokenizer, self._model.stop_ids, asked.splitter, bool(body.dspark),
+                        asked.request.stop)
         if body.stream:
             with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
             return EventStream(_lines(mailbox, reader, form, with_usage), mailbox)

@@ -30,7 +30,7 @@ class Strict(BaseModel):
 
 
 def parse_json(text: bytes) -> Any:
-    """JSON as the standard has it: no NaN and no infinities, however written. Raises JSONDecodeError."""
+    """JSON as the standard has it: UTF-8, no NaN and no infinities, however written. Raises JSONDecodeError."""
 
     def refuse(name: str) -> NoReturn:
         raise json.JSONDecodeError(f"{name} is not a JSON number", "", 0)
@@ -42,7 +42,7 @@ def parse_json(text: bytes) -> Any:
         return value
 
     try:
-        document = json.loads(text, parse_constant=refuse, parse_float=number)
+        document = json.loads(text.decode("utf-8-sig"), parse_constant=refuse, parse_float=number)
         if b"\\u" in text:
             json.dumps(document, ensure_ascii=False).encode()  # half a surrogate pair is no text
         return document
