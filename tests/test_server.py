@@ -347,6 +347,7 @@ def test_the_page_and_health_are_open(guarded):
     address, _ = guarded
     for path in ("/", "/page.js", "/page.css", "/health"):
         assert httpx2.get(address + path).status_code == 200
+    assert httpx2.head(f"{address}/health").status_code == 200
     answer = client(address, "right key").completions.create(model="small", prompt="x", max_tokens=3)
     assert answer.choices[0].text == "hello"
 

@@ -63,8 +63,10 @@ def test_json_is_read():
     ("min_p", 2), ("seed", 1.5), ("seed", 2**64), ("stop", 5), ("stop", ["a", 5]), ("stop", [""]), ("stop", ["x"] * 17),
     ("stop", "x" * 257), ("stream", "yes"), ("stream", 1), ("stream_options", []), ("logit_bias", {"a": 1}),
     ("logit_bias", {"5": "x"}), ("logit_bias", {"5": 101}), ("logit_bias", {"5": True}), ("logit_bias", [1]),
-    ("logit_bias", {"²": 1}), ("presence_penalty", []), ("repetition_penalty", 0), ("n", 2), ("n", "1"), ("n", True),
-    ("model", 5), ("dspark", "on"), ("response_format", {"type": "json_object"}), ("response_format", "text"),
+    ("logit_bias", {"²": 1}), ("presence_penalty", []), ("repetition_penalty", 0.005), ("n", 2), ("n", "1"),
+    ("n", True), ("model", 5), ("dspark", "on"), ("response_format", {"type": "json_object"}),
+    ("response_format", "text"), ("repetition_penalty", -1), ("xtc_probability", 0.5),
+    ("xtc_probability", False), ("adapters", "folder"), ("draft_model", "default_model"),
 ])
 @pytest.mark.parametrize("make", [completion, chat])
 def test_a_wrong_value_is_refused_by_name(make, field, value):
@@ -74,14 +76,20 @@ def test_a_wrong_value_is_refused_by_name(make, field, value):
 
 @pytest.mark.parametrize("field, value", [
     ("prompt", 5), ("prompt", ""), ("prompt", []), ("prompt", [1.5]), ("prompt", [True]), ("prompt", None),
-    ("prompt", {"a": 1}), ("best_of", 2), ("echo", True), ("suffix", "x"), ("logprobs", 6), ("logprobs", -1),
+    ("prompt", {"a": 1}), ("prompt", [""]), ("prompt", [[]]), ("prompt", [["x"]]), ("prompt", [[[1]]]),
+    ("best_of", 2), ("echo", True), ("suffix", "x"), ("logprobs", 6), ("logprobs", -1),
     ("logprobs", True), ("logprobs", 1.0),
 ])
 def test_a_wrong_completion_is_refused_by_name(field, value):
     assert problem(completion, **{field: value})[0] == field
 
 
-@pytest.mark.parametrize("prompt", [["one", "two"], [[1, 2], [3]]])
+@pytest.mark.parametrize("prompt", ["one text", [1, 2, 3]])
+def test_one_prompt_may_be_in_a_list(prompt):
+    assert completion(prompt=[prompt]).prompt == completion(prompt=prompt).prompt == prompt
+
+
+@pytest.mark.parametrize("prompt", [["one", "two"], [[1, 2], [3]], [[1, 2], 3]])
 def test_several_prompts_are_refused_with_the_remedy(prompt):
     assert problem(completion, prompt=prompt) == ("prompt", "prompt: several prompts in one request are not served: "
                                                             "send one request each")
@@ -100,6 +108,17 @@ def test_several_prompts_are_refused_with_the_remedy(prompt):
 ])
 def test_a_wrong_chat_is_refused_by_name(field, value):
     assert problem(chat, **{field: value})[0] == field
+
+
+@pytest.mark.parametrize("content, found", [
+    ([{"type": "text", "text": "what is it?"}, {"type": "image_url", "image_url": {"url": "x"}}],
+     "a part of type 'image_url' is not served, only text is"),
+    ([{"text": "x"}], "a part without a type"), (["x"], "a part without a type"),
+    (5, "give a text or a list of text parts"),
+])
+def test_what_is_no_text_is_refused_with_what_to_give_instead(content, found):
+    param, message = problem(chat, messages=[{"role": "user", "content": content}])
+    assert param == "messages" and message.startswith(f"messages.0.content: {found}") and "text" in message
 
 
 @pytest.mark.parametrize("fields", [{"top_logprobs": 2}, {"top_logprobs": 2, "logprobs": False},
@@ -132,6 +151,7 @@ def test_two_limits_must_agree():
 
 def test_fields_that_change_nothing_are_accepted():
     body = chat(n=1, top_logprobs=0, response_format={"type": "text"}, tool_choice="auto", functions=[], user="me",
+                xtc_probability=0.0, xtc_threshold=0.1, adapters=None, draft_model=None,
                 metadata={"a": 1}, store=False, stream_options=None, temperature=None, stop=None, tools=None)
     assert body.temperature is None and not body.tools
 
@@ -146,6 +166,9 @@ def test_sampling_comes_from_the_body_and_the_server():
                                       repetition_context_size=64, logit_bias={5: -100.0})
     assert (asked.stop, asked.logprobs, asked.max_tokens) == (("\n",), True, 7)
     assert completion_request(model, completion(temperature=0)).request.sampling.temperature == 0
+    penalised = chat_model(defaults=Defaults(7, Sampling(repetition_penalty=1.3)))
+    for given, wanted in ({}, 1.3), ({"repetition_penalty": 0.0}, None), ({"repetition_penalty": 1}, 1):
+        assert completion_request(penalised, completion(**given)).request.sampling.repetition_penalty == wanted
 
 
 def test_the_prompt_is_encoded_as_it_is_or_given_as_ids():

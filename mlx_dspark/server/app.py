@@ -216,7 +216,7 @@ def _describe(app: FastAPI, engine: Engine, model: Model, metrics: Metrics) -> N
         check_model(model, Body(model=name))
         return Document(card)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         return Document({"status": "ok"})
 

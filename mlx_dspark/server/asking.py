@@ -130,6 +130,8 @@ def _request(model: Model, body: Body, ids: Sequence[int], param: str, top: int 
 
 def _sampling(model: Model, body: Body) -> Sampling:
     given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+    if given.get("repetition_penalty") == 0:
+        given["repetition_penalty"] = None
     seed = None if body.seed is None else body.seed % 2**64  # OpenAI's seeds have a sign
     return dataclasses.replace(model.defaults.sampling, **given, seed=seed)
 
