@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -61,6 +62,16 @@ def run_command(function: Function) -> Function:
 def one_line(error: BaseException) -> str:
     """An exception's message on one line."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+class Finite(click.FloatRange):
+    """A number in a range that is no infinity and no NaN, which float() reads too."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number: give one", param, ctx)
+        return number
 
 
 def counts(ctx: click.Context, option: click.Parameter, text: str | None) -> list[int]:

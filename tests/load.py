@@ -215,7 +215,7 @@ async def watch_memory(http: httpx2.AsyncClient, tally: Tally, since: float) -> 
     while True:
         with contextlib.suppress(httpx2.HTTPError):
             found = await metrics_of(http)
-            if "process_resident_memory_bytes" in found:  # Linux only
+            if "process_resident_memory_bytes" in found:  # Linux only; the report says where it was not there
                 tally.memory.append((time.monotonic() - since, int(found["process_resident_memory_bytes"])))
         await asyncio.sleep(0.5)
 
@@ -283,6 +283,7 @@ def report(
         "first_event_seconds": {f"p{p}": round(first[len(first) * p // 100], 3) for p in (50, 95)} if first else {},
         "tau": after.get("mlx_dspark_tau"), "rows_per_request": after.get("mlx_dspark_rows_per_request"),
         "reused_tokens": after.get("mlx_dspark_reused_tokens_total"),
+        "memory_watched": bool(tally.memory),
         "memory_growth": None if grown is None else round(grown, 4),
         "memory_mb": [[round(then, 1), round(size / 1e6, 1)] for then, size in _thinned(tally.memory)],
         "examples": {"mixed": tally.mixed[:3], "lost": tally.lost[:5], "nonsense": tally.accepted_nonsense[:5]},
@@ -323,6 +324,9 @@ def main(url: str | None, api_key: str | None, server_options: tuple[str, ...], 
     """Load a server and compare every answer with the one it gave alone."""
     with contextlib.nullcontext(url) if url else started(server_options) as address:
         result = asyncio.run(load(str(address), Options(seconds=60 * minutes, **fields), api_key))
+    if not result["memory_watched"]:
+        click.echo("note: memory was not watched: /metrics has no process_resident_memory_bytes here (only on Linux), "
+                   "so that memory may have grown unnoticed", err=True)
     click.echo(json.dumps(result, indent=1, ensure_ascii=False))
     sys.exit(1 if result["failed"] else 0)
 

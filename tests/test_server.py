@@ -34,7 +34,7 @@ from mlx_dspark.server.asking import chat_request, check_model, completion_reque
 from mlx_dspark.server.errors import Refusal, invalid
 from mlx_dspark.server.run import bind
 from mlx_dspark.server.schema import ChatBody, CompletionBody, parse_json
-from mlx_dspark.server.security import Guard, is_loopback
+from mlx_dspark.server.security import Guard, address_of, is_loopback
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
@@ -205,6 +205,7 @@ def test_curl(small):
     (b'{"prompt": "x", "model": "other"}', 404, "model"),
     (b'{"prompt": "x", "max_tokens": 9999999}', 400, "max_tokens"),
     (b'{"prompt": "x", "stop": {"a": 1}}', 422, "stop"), (b"{}", 422, "prompt"),
+    ('{"prompt": "\ud800"}'.encode("utf-16-le", "surrogatepass"), 422, None),
 ])
 def test_a_bad_body_is_no_server_error(small, body, status, param):
     response = httpx2.post(f"{small}/v1/completions", content=body, headers={"content-type": "application/json"})
@@ -298,10 +299,26 @@ def test_loopback(host, loopback):
 
 
 @pytest.mark.parametrize("fields", [{"key": ""}, {"key": "a\nb"}, {"key": "clé"}, {"origins": ("example.com",)},
-                                    {"origins": ("*",)}, {"origins": ("https://a/",)}, {"origins": ("null",)}])
+                                    {"origins": ("*",)}, {"origins": ("https://a/",)}, {"origins": ("null",)},
+                                    {"origins": ("http://[",)}, {"origins": ("http://",)}])
 def test_a_guard_that_cannot_work_is_refused(fields):
     with pytest.raises(ValueError):
         Guard(**fields)
+
+
+@pytest.mark.parametrize("key", [" k", "k ", "\tk"])
+def test_a_key_that_no_header_keeps_is_refused(key):
+    with pytest.raises(ValueError, match="the API key"):
+        Guard(key=key)
+    Guard(key="two words")
+
+
+@pytest.mark.parametrize("host, port, address", [
+    ("127.0.0.1", 80, "http://127.0.0.1:80"), ("::1", 80, "http://[::1]:80"), ("[::1]", 80, "http://[::1]:80"),
+    ("::1", None, "http://[::1]"), ("localhost", 5, "http://localhost:5"),
+])
+def test_the_address_that_is_printed(host, port, address):
+    assert address_of(host, port) == address
 
 
 @pytest.fixture(scope="module")
@@ -330,6 +347,7 @@ def test_the_page_and_health_are_open(guarded):
     address, _ = guarded
     for path in ("/", "/page.js", "/page.css", "/health"):
         assert httpx2.get(address + path).status_code == 200
+    assert httpx2.head(f"{address}/health").status_code == 200
     answer = client(address, "right key").completions.create(model="small", prompt="x", max_tokens=3)
     assert answer.choices[0].text == "hello"
 
@@ -353,12 +371,23 @@ def test_a_post_must_say_that_it_is_json(guarded, kind):
 
 @pytest.mark.parametrize("origin, status", [("https://evil.example", 403), ("null", 403),
                                             ("https://friend.example.evil", 403), ("http://friend.example", 403),
+                                            ("http://[", 403), ("http://]", 403), ("", 403),
                                             ("https://friend.example", 200)])
 def test_pages_of_other_origins(guarded, origin, status):
     response, asked = guarded_post(guarded, {"origin": origin})
     assert (response.status_code, asked) == (status, status == 200)
     allowed = response.headers.get("access-control-allow-origin")
     assert allowed == (origin if status == 200 else None)
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/nothing"])
+def test_a_malformed_origin_or_host_is_no_server_error(guarded, path):
+    address, _ = guarded
+    response = httpx2.get(address + path, headers={"origin": "http://["})
+    assert (response.status_code, error_of(response)["code"]) == (403, "origin_not_allowed")
+    with serving(StandIn(saying("a")), plain_model(), Guard("0.0.0.0", key="k")) as other:  # any Host may pass there
+        response = httpx2.get(other + path, headers={"host": "[", "authorization": "Bearer k"})
+        assert response.status_code == (404 if path == "/nothing" else 200)
 
 
 def test_the_page_of_the_server_itself(guarded):
@@ -453,12 +482,17 @@ def test_a_mistake_of_ours_is_told_too(monkeypatch):
         raise ZeroDivisionError
 
     monkeypatch.setattr("mlx_dspark.server.answers.Reader.read", broken)
-    engine = StandIn(saying("a"))
-    with serving(engine, plain_model()) as address:
+    engine, origin = StandIn(saying("a")), "https://friend.example"
+    with serving(engine, plain_model(), Guard(origins=(origin,))) as address:
         for streamed in (True, False):
-            response = post(address, {**ASK, "stream": streamed})
+            response = post(address, {**ASK, "stream": streamed}, headers={"origin": origin})
             document = events_of(response)[-1] if streamed else response.json()
             assert document["error"]["type"] == "server_error" and "log" in document["error"]["message"]
+            assert response.status_code == (200 if streamed else 500)
+            assert response.headers["x-content-type-options"] == "nosniff"
+            assert response.headers["access-control-allow-origin"] == origin
+        counted = httpx2.get(f"{address}/metrics").text
+    assert 'mlx_dspark_http_answers_total{path="/v1/completions",status="500"} 1.0' in counted
 
 
 @pytest.mark.parametrize("streamed", [True, False])

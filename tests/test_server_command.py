@@ -95,10 +95,25 @@ def test_a_second_interrupt_does_not_wait():
         assert process.wait(20) == 0
 
 
+NUMBERS = ("--drain", "--max-body-mb", "--kv-gb", "--prefix-gb")
+
+
+@pytest.mark.parametrize("option", [*NUMBERS, "--temp", "--top-p", "--min-p"])
+@pytest.mark.parametrize("value", ["inf", "nan", "-inf", "1e400", "many"])
+def test_an_option_that_is_no_finite_number_is_named(option, value):
+    refused(CliRunner().invoke(command, (option, value)), f"'{option}'", code=2)
+
+
+@pytest.mark.parametrize("option", NUMBERS)
+def test_a_number_that_would_overflow_is_named(option):
+    refused(CliRunner().invoke(command, (option, "1e300")), f"'{option}'", "range", code=2)
+
+
 @pytest.mark.parametrize(("options", "code", "fragment"), [
     (("--host", "0.0.0.0"), 1, "--host 0.0.0.0 can be reached from other machines: give an --api-key"),
     (("--allow-origin", "example.com"), 1, "--allow-origin example.com is not an origin"),
-    (("--api-key", ""), 1, "the API key is empty"),
+    (("--allow-origin", "http://["), 1, "--allow-origin http://[ is not an origin"),
+    (("--api-key", ""), 1, "the API key is empty"), (("--api-key", " k"), 1, "begins or ends with a space"),
     (("--chat-template-args", "[1]"), 2, "is not a JSON object"),
     (("--port", "0", "--model", "/nowhere"), 1, "/nowhere"),
 ])

@@ -8,7 +8,10 @@ from helpers import embedded_pair
 from pydantic import ValidationError
 from stand_in import chat_model, chat_tokenizer, generated, plain_model, saying
 
-from mlx_dspark.generate import Chunk
+from mlx_dspark.decode import DecodeOptions
+from mlx_dspark.generate import Answer, Chunk
+from mlx_dspark.sampling import make_rule
+from mlx_dspark.schedule import make_policy
 from mlx_dspark.serve.request import Request
 from mlx_dspark.server.answers import ChatForm, CompletionForm, Reader, merged, usage_of
 from mlx_dspark.server.asking import Defaults, chat_request, completion_request
@@ -16,7 +19,7 @@ from mlx_dspark.server.errors import Refusal, encode, invalid
 from mlx_dspark.server.schema import ChatBody, CompletionBody, parse_json
 from mlx_dspark.server.tools import CALL, CONTENT, THOUGHT, Markers, Splitter, first_state, markers_of
 from mlx_dspark.stats import Statistics
-from mlx_dspark.structs import Sampling
+from mlx_dspark.structs import Round, Sampling, Schedule
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 USER = [{"role": "user", "content": "hello"}]
@@ -40,7 +43,9 @@ def problem(make, **fields):
 
 
 @pytest.mark.parametrize("text", [b'{"a": NaN}', b'{"a": -Infinity}', b'{"a": 1e999}', b"[1,", b"\xff",
-                                  b'{"a": "\\ud800"}', b"[" * 100_000, b"1" * 5000])
+                                  b'{"a": "\\ud800"}', b"[" * 100_000, b"1" * 5000, b"", b"\xed\xa0\x80",
+                                  '{"a": 1}'.encode("utf-16"), '{"a": "\ud800"}'.encode("utf-16-le", "surrogatepass"),
+                                  '{"a": 1}'.encode("utf-32-be")])
 def test_what_is_no_json_is_refused(text):
     with pytest.raises(json.JSONDecodeError):
         parse_json(text)
@@ -49,6 +54,7 @@ def test_what_is_no_json_is_refused(text):
 def test_json_is_read():
     text = b'{"a": [1, 2.5, null, true, "\\ud83d\\ude00", "\\u00e9"]}'
     assert parse_json(text) == {"a": [1, 2.5, None, True, "😀", "é"]}
+    assert parse_json(b"\xef\xbb\xbf" + text) == parse_json(text)  # with a byte order mark
 
 
 @pytest.mark.parametrize("field, value", [
@@ -57,8 +63,10 @@ def test_json_is_read():
     ("min_p", 2), ("seed", 1.5), ("seed", 2**64), ("stop", 5), ("stop", ["a", 5]), ("stop", [""]), ("stop", ["x"] * 17),
     ("stop", "x" * 257), ("stream", "yes"), ("stream", 1), ("stream_options", []), ("logit_bias", {"a": 1}),
     ("logit_bias", {"5": "x"}), ("logit_bias", {"5": 101}), ("logit_bias", {"5": True}), ("logit_bias", [1]),
-    ("logit_bias", {"²": 1}), ("presence_penalty", []), ("repetition_penalty", 0), ("n", 2), ("n", "1"), ("n", True),
-    ("model", 5), ("dspark", "on"), ("response_format", {"type": "json_object"}), ("response_format", "text"),
+    ("logit_bias", {"²": 1}), ("presence_penalty", []), ("repetition_penalty", 0.005), ("n", 2), ("n", "1"),
+    ("n", True), ("model", 5), ("dspark", "on"), ("response_format", {"type": "json_object"}),
+    ("response_format", "text"), ("repetition_penalty", -1), ("xtc_probability", 0.5),
+    ("xtc_probability", False), ("adapters", "folder"), ("draft_model", "default_model"),
 ])
 @pytest.mark.parametrize("make", [completion, chat])
 def test_a_wrong_value_is_refused_by_name(make, field, value):
@@ -68,14 +76,20 @@ def test_a_wrong_value_is_refused_by_name(make, field, value):
 
 @pytest.mark.parametrize("field, value", [
     ("prompt", 5), ("prompt", ""), ("prompt", []), ("prompt", [1.5]), ("prompt", [True]), ("prompt", None),
-    ("prompt", {"a": 1}), ("best_of", 2), ("echo", True), ("suffix", "x"), ("logprobs", 6), ("logprobs", -1),
+    ("prompt", {"a": 1}), ("prompt", [""]), ("prompt", [[]]), ("prompt", [["x"]]), ("prompt", [[[1]]]),
+    ("best_of", 2), ("echo", True), ("suffix", "x"), ("logprobs", 6), ("logprobs", -1),
     ("logprobs", True), ("logprobs", 1.0),
 ])
 def test_a_wrong_completion_is_refused_by_name(field, value):
     assert problem(completion, **{field: value})[0] == field
 
 
-@pytest.mark.parametrize("prompt", [["one", "two"], [[1, 2], [3]]])
+@pytest.mark.parametrize("prompt", ["one text", [1, 2, 3]])
+def test_one_prompt_may_be_in_a_list(prompt):
+    assert completion(prompt=[prompt]).prompt == completion(prompt=prompt).prompt == prompt
+
+
+@pytest.mark.parametrize("prompt", [["one", "two"], [[1, 2], [3]], [[1, 2], 3]])
 def test_several_prompts_are_refused_with_the_remedy(prompt):
     assert problem(completion, prompt=prompt) == ("prompt", "prompt: several prompts in one request are not served: "
                                                             "send one request each")
@@ -94,6 +108,17 @@ def test_several_prompts_are_refused_with_the_remedy(prompt):
 ])
 def test_a_wrong_chat_is_refused_by_name(field, value):
     assert problem(chat, **{field: value})[0] == field
+
+
+@pytest.mark.parametrize("content, found", [
+    ([{"type": "text", "text": "what is it?"}, {"type": "image_url", "image_url": {"url": "x"}}],
+     "a part of type 'image_url' is not served, only text is"),
+    ([{"text": "x"}], "a part without a type"), (["x"], "a part without a type"),
+    (5, "give a text or a list of text parts"),
+])
+def test_what_is_no_text_is_refused_with_what_to_give_instead(content, found):
+    param, message = problem(chat, messages=[{"role": "user", "content": content}])
+    assert param == "messages" and message.startswith(f"messages.0.content: {found}") and "text" in message
 
 
 @pytest.mark.parametrize("fields", [{"top_logprobs": 2}, {"top_logprobs": 2, "logprobs": False},
@@ -126,6 +151,7 @@ def test_two_limits_must_agree():
 
 def test_fields_that_change_nothing_are_accepted():
     body = chat(n=1, top_logprobs=0, response_format={"type": "text"}, tool_choice="auto", functions=[], user="me",
+                xtc_probability=0.0, xtc_threshold=0.1, adapters=None, draft_model=None,
                 metadata={"a": 1}, store=False, stream_options=None, temperature=None, stop=None, tools=None)
     assert body.temperature is None and not body.tools
 
@@ -140,6 +166,9 @@ def test_sampling_comes_from_the_body_and_the_server():
                                       repetition_context_size=64, logit_bias={5: -100.0})
     assert (asked.stop, asked.logprobs, asked.max_tokens) == (("\n",), True, 7)
     assert completion_request(model, completion(temperature=0)).request.sampling.temperature == 0
+    penalised = chat_model(defaults=Defaults(7, Sampling(repetition_penalty=1.3)))
+    for given, wanted in ({}, 1.3), ({"repetition_penalty": 0.0}, None), ({"repetition_penalty": 1}, 1):
+        assert completion_request(penalised, completion(**given)).request.sampling.repetition_penalty == wanted
 
 
 def test_the_prompt_is_encoded_as_it_is_or_given_as_ids():
@@ -168,6 +197,55 @@ def test_limits_are_told_with_their_numbers():
     assert "the prompt has 10 tokens" in str(full)
     unbounded = chat_model(context=None, defaults=Defaults(-1))
     assert completion_request(unbounded, completion()).request.max_tokens == -1
+
+
+class Unread:
+    """A tokenizer that notes what it is made to encode."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.encoded = tokenizer, []
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text, **options):
+        self.encoded.append(text)
+        return self._tokenizer.encode(text, **options)
+
+    def apply_chat_template(self, *messages, tokenize=True, **options):
+        text = self._tokenizer.apply_chat_template(*messages, tokenize=False, **options)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+
+def test_no_text_has_fewer_tokens_than_the_longest_allows():
+    model = plain_model()
+    assert model.longest_text == model.context * model.longest_token
+    for text in (" " * 3200, "é" * 500, "import os\n" * 99, "\U0001f600" * 99):
+        assert len(model.tokenizer.encode(text)) * model.longest_token >= len(text.encode())
+
+
+@pytest.mark.parametrize("ask, body, param", [
+    (completion_request, completion(prompt="é" * 301), "prompt"),
+    (chat_request, chat(messages=[{"role": "user", "content": "x" * 300}, *USER, *USER, *USER]), "messages"),
+    (chat_request, chat(tools=[{"type": "function", "function": {"name": "f", "description": "x" * 601}}]), "messages"),
+], ids=["completion", "chat", "tools"])
+def test_what_no_context_holds_is_refused_before_it_is_encoded(ask, body, param):
+    tokenizer = Unread(chat_tokenizer())
+    model = chat_model(tokenizer=tokenizer, context=20, longest_token=15 if ask is chat_request else 30)
+    over = refused(ask, body, model)
+    assert (over.status, over.code, over.param) == (400, "context_length_exceeded", param)
+    assert tokenizer.encoded == [] and "bytes and the context of 20 tokens holds at most" in str(over)
+    assert refused(ask, body, replace(model, longest_token=500)).code == "context_length_exceeded"  # by its tokens
+    assert len(tokenizer.encoded) == 1
+    assert ask(replace(model, context=None), body).request.prompt  # bounded by --max-body-mb alone
+
+
+def test_what_the_template_leaves_out_does_not_count():
+    """As templates do with the thoughts of earlier turns."""
+    messages = [{"role": "user", "content": "hello", "reasoning_content": "hm " * 999}]
+    model = chat_model(tokenizer=Unread(chat_tokenizer()), context=20, longest_token=15)
+    short = chat_request(chat_model(), chat()).request
+    assert chat_request(model, chat(messages=messages)).request.prompt == short.prompt
 
 
 @pytest.mark.parametrize("fields, param", [({"prompt": [-1]}, "prompt"), ({"prompt": [10**9]}, "prompt"),
@@ -275,9 +353,9 @@ def test_markers_follow_the_tokenizer():
 # Chunks as OpenAI's objects
 
 
-def read(chunks, splitter=None, watched=False):
+def read(chunks, splitter=None, watched=False, stop=()):
     tokenizer = chat_tokenizer()
-    reader = Reader(tokenizer, embedded_pair().stop_ids, splitter, watched)
+    reader = Reader(tokenizer, embedded_pair().stop_ids, splitter, watched, stop)
     kept = list(chunks)
     return [reader.read(chunk) for chunk in kept], kept[-1].stats
 
@@ -307,6 +385,43 @@ def test_stream_and_document_say_the_same():
     assert all(value <= 0 for value in logprobs["token_logprobs"]) and logprobs["top_logprobs"] is None
     for text, offset in zip(logprobs["tokens"], logprobs["text_offset"]):
         assert choice["text"][offset:].startswith(text)
+
+
+def test_offsets_of_an_answer_that_begins_with_a_space():
+    request = Request(tuple(embedded_pair().tokenizer.encode("import os\nimport")), max_tokens=40, logprobs=True)
+    deltas, stats = read(generated(request))
+    choice = CompletionForm("m").document(merged(deltas), stats)["choices"][0]
+    tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+    assert choice["text"].startswith(" ") and "".join(tokens) == choice["text"]
+    assert offsets == [len("".join(tokens[:place])) for place in range(40)]
+
+
+def pieces_of(text, stop=(), size=1):
+    """The answer's text, and its pieces in the events, where the engine's rounds have so many tokens."""
+    pair = embedded_pair()
+    ids = pair.tokenizer.encode(text, add_special_tokens=False)
+    plain = DecodeOptions(make_rule(Sampling()), make_policy("plain", 0, False), stop_ids=pair.stop_ids)
+    answer, chunks = Answer(pair, 1, plain, stop, {}), []
+    for index in range(0, len(ids), size):
+        kept = tuple(ids[index : index + size])
+        chunks.append(answer.take(Round(index, 0, len(kept), len(kept), kept, len(kept) - 1, kept,
+                                        Schedule(len(kept), "fixed", "said"), {})))
+        if answer.finish:
+            break
+    chunks.append(answer.end("length"))
+    watches = [delta.watch for delta in read(chunks, watched=True, stop=stop)[0]]
+    return "".join(chunk.text for chunk in chunks), "".join(
+        piece for watch in watches for piece, _ in watch.get("tokens", ()))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("text, stop, wanted", [
+    (" path", (), " path"), ("   ", (), "   "), (" ", (), " "), ("a ", (), "a "), ("\n \n", (), "\n \n"),
+    ("f(x)) + 1", ("))",), "f(x"), ("f(x) + 1", ("))",), "f(x) + 1"), ("f(x)", ("))",), "f(x)"),
+    (" )) + 1", ("))",), " "), ("naïve 😀", (), "naïve 😀"),
+])
+def test_pieces_put_together_are_the_answers_text(text, stop, wanted, size):
+    assert pieces_of(text, stop, size) == (wanted, wanted)
 
 
 def test_every_round_is_described_when_it_is_asked_for():

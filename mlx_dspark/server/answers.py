@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from ..generate import Chunk
 from ..stats import Statistics
 from ..structs import finite
+from ..text import TextStream
 from .tools import Split, Splitter
 
 SHOWN_STATS = ("tau", "rounds", "drafted", "verified", "accepted", "rows", "parked_share", "prompt_tokens",
@@ -41,42 +42,46 @@ class Delta:
 
 
 class TokenTexts:
-    """The piece of text that each token completes; together they are the whole answer, stop tokens left out."""
+    """The piece of text that each token completes; with `rest` they are the whole text, stop tokens left out."""
 
-    def __init__(self, tokenizer: Any, stop_ids: frozenset[int]):
-        self._detokenizer, self._stop_ids = tokenizer.detokenizer, stop_ids
+    def __init__(self, tokenizer: Any, stop_ids: frozenset[int], stop: Sequence[str] = ()):
+        self._stream = TextStream(tokenizer, stop, stop_ids)
 
     def feed(self, tokens: Sequence[int]) -> list[str]:
-        return [self._one(token) for token in tokens]
+        return [self._stream.feed([token]).text for token in tokens]
 
-    def _one(self, token: int) -> str:
-        if token in self._stop_ids:
-            return ""
-        self._detokenizer.add_token(token)
-        return str(self._detokenizer.last_segment)
+    def rest(self) -> str:
+        """At the end: what was held back until now."""
+        return self._stream.finish().text
 
 
 class Reader:
     """Turns the chunks of one answer into deltas.
 
     splitter: None leaves the text in one piece. watched: describe every round for the page.
+    stop: the strings that end the answer, which are no part of its text.
     """
 
-    def __init__(self, tokenizer: Any, stop_ids: frozenset[int], splitter: Splitter | None, watched: bool):
+    def __init__(
+        self, tokenizer: Any, stop_ids: frozenset[int], splitter: Splitter | None, watched: bool,
+        stop: Sequence[str] = (),
+    ):
         self._decode, self._splitter, self._watched = tokenizer.decode, splitter, watched
-        self._texts = TokenTexts(tokenizer, stop_ids)
+        self._texts = TokenTexts(tokenizer, stop_ids)  # for offsets: nothing is held back for a stop string
+        self._pieces = TokenTexts(tokenizer, stop_ids, stop)
         self._length = 0
+        self._drafted = False  # whether the draft had proposed the last token
         self._called = False
 
     def read(self, chunk: Chunk) -> Delta:
         last = chunk.finish_reason is not None
         split = Split(chunk.text) if self._splitter is None else self._splitter.feed(chunk.text, last)
         self._called = self._called or bool(split.tool_calls)
-        texts = self._texts.feed(chunk.ids) if self._watched or chunk.logprobs is not None else []
+        texts = [] if chunk.logprobs is None else self._texts.feed(chunk.ids)
         finish = "tool_calls" if chunk.finish_reason == "stop" and self._called else chunk.finish_reason
         offsets = tuple(self._offsets(texts))
         logprobs = None if chunk.logprobs is None else tuple(self._said(chunk, chunk.logprobs))
-        return Delta(split, logprobs, offsets, finish, self._watch(chunk, texts) if self._watched else None)
+        return Delta(split, logprobs, offsets, finish, self._watch(chunk) if self._watched else None)
 
     def _said(self, chunk: Chunk, logprobs: Sequence[float]) -> Iterator[Said]:
         tops = chunk.top_logprobs or [None] * len(chunk.ids)
@@ -89,15 +94,18 @@ class Reader:
             yield self._length
             self._length += len(text)
 
-    def _watch(self, chunk: Chunk, texts: Sequence[str]) -> dict[str, Any]:
+    def _watch(self, chunk: Chunk) -> dict[str, Any]:
         """The round for the page. tokens: text and whether the draft had it; rejected: drafts not kept."""
         landed = chunk.round
         if landed is None:
-            return {"stats": shown_stats(chunk.stats)}
+            rest = self._pieces.rest()
+            return {"stats": shown_stats(chunk.stats), **({"tokens": [[rest, self._drafted]]} if rest else {})}
+        tokens = [[text, place < landed.accepted] for place, text in enumerate(self._pieces.feed(chunk.ids))]
+        self._drafted = landed.accepted >= len(tokens)
         return {
             "round": landed.index, "rows": landed.rows, "proposed": landed.proposed, "accepted": landed.accepted,
             "verified": len(landed.drafts),
-            "tokens": [[text, place < landed.accepted] for place, text in enumerate(texts)],
+            "tokens": tokens,
             "rejected": [self._decode([token]) for token in landed.drafts[landed.accepted:]],
             "policy": landed.schedule.policy, "reason": landed.schedule.reason, "tau": chunk.stats.tau,
         }

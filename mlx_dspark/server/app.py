@@ -21,7 +21,7 @@ from ..serve.request import EngineBusy, EngineClosed, EngineError
 from .answers import ChatForm, CompletionForm, Form, Reader, merged
 from .asking import Asked, Model, chat_request, check_model, completion_request
 from .delivery import MOST_EVENTS, Mailbox, SlowReader, disconnected
-from .errors import FAILED, Document, Refusal, invalid
+from .errors import Document, Refusal, invalid
 from .metrics import CONTENT_TYPE, Metrics
 from .schema import Body, ChatBody, CompletionBody, parse_json
 from .security import Gate, Guard
@@ -101,7 +101,8 @@ class Desk:
         except BaseException:
             mailbox.leave()
             raise
-        reader = Reader(self._model.tokenizer, self._model.stop_ids, asked.splitter, bool(body.dspark))
+        reader = Reader(self._model.tokenizer, self._model.stop_ids, asked.splitter, bool(body.dspark),
+                        asked.request.stop)
         if body.stream:
             with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
             return EventStream(_lines(mailbox, reader, form, with_usage), mailbox)
@@ -183,7 +184,7 @@ def _refusal(error: EngineError) -> Refusal:
 
 
 def _answer_errors(app: FastAPI) -> None:
-    """Every error in OpenAI's shape."""
+    """Every error in OpenAI's shape; mistakes of ours are answered by the Gate."""
 
     @app.exception_handler(Refusal)
     async def refused(request: Request, error: Refusal) -> Response:
@@ -195,14 +196,10 @@ def _answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        texts = {404: f"there is no {request.url.path[:100]} here",
-                 405: f"{request.method} is not for {request.url.path[:100]}"}
+        path = request.scope["path"][:100]  # request.url would be built from the client's Host, which may be malformed
+        texts = {404: f"there is no {path} here", 405: f"{request.method} is not for {path}"}
         return Refusal(error.status_code, texts.get(error.status_code, str(error.detail)),
                        headers=dict(error.headers or {})).response()
-
-    @app.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> Response:
-        return Document(FAILED, 500)
 
 
 def _describe(app: FastAPI, engine: Engine, model: Model, metrics: Metrics) -> None:
@@ -219,7 +216,7 @@ def _describe(app: FastAPI, engine: Engine, model: Model, metrics: Metrics) -> N
         check_model(model, Body(model=name))
         return Document(card)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         return Document({"status": "ok"})
 

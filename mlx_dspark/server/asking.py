@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..load import encode_prompt
 from ..serve.request import Request
 from ..structs import Sampling
-from .errors import Refusal
+from .errors import Refusal, encode
 from .schema import Body, ChatBody, CompletionBody, Message
 from .tools import Splitter, first_state, markers_of
 
@@ -36,7 +36,10 @@ class Defaults:
 
 @dataclass(frozen=True)
 class Model:
-    """What the server knows about the pair it serves. context, vocab_size: None if the target does not say."""
+    """What the server knows about the pair it serves. context, vocab_size: None if the target does not say.
+
+    longest_token: bytes of text that no token exceeds; with it a text that no context could hold is refused unread.
+    """
 
     name: str
     tokenizer: Any
@@ -45,10 +48,16 @@ class Model:
     vocab_size: int | None = None
     gamma: int | None = None
     defaults: Defaults = Defaults()
+    longest_token: int | None = None
 
     @property
     def chats(self) -> bool:
         return bool(self.tokenizer.has_chat_template)
+
+    @property
+    def longest_text(self) -> int | None:
+        """Bytes of UTF-8 above which a text certainly exceeds the context; None where nothing is known."""
+        return None if self.context is None or self.longest_token is None else self.context * self.longest_token
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,16 @@ def model_of(pair: Pair, name: str, defaults: Defaults) -> Model:
     """The facts of a loaded pair."""
     pair.tokenizer.encode("a")  # the first call may change a tokenizer's settings: now, while one thread uses it
     return Model(name, pair.tokenizer, pair.stop_ids, pair.target.context, pair.target.vocab_size,
-                 None if pair.draft is None else pair.draft.gamma, defaults)
+                 None if pair.draft is None else pair.draft.gamma, defaults, longest_token(pair.tokenizer))
+
+
+def longest_token(tokenizer: Any) -> int:
+    """A bound on the bytes of text that one token stands for.
+
+    In all spellings of a vocabulary (bytes as letters, spaces as \u2581, bytes as <0x0A>) a token's name is at least as
+    long as its text.
+    """
+    return max(len(name.encode("utf-8", "replace")) for name in tokenizer.get_vocab())
 
 
 def check_model(model: Model, body: Body) -> None:
@@ -112,6 +130,8 @@ def _request(model: Model, body: Body, ids: Sequence[int], param: str, top: int 
 
 def _sampling(model: Model, body: Body) -> Sampling:
     given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+    if given.get("repetition_penalty") == 0:
+        given["repetition_penalty"] = None
     seed = None if body.seed is None else body.seed % 2**64  # OpenAI's seeds have a sign
     return dataclasses.replace(model.defaults.sampling, **given, seed=seed)
 
@@ -131,7 +151,16 @@ def _limit(model: Model, prompt: int, wanted: int | None, param: str) -> int:
     return wanted if wanted is not None else min(default, room) if default >= 0 else -1
 
 
+def _check_length(model: Model, text: str, param: str) -> None:
+    """Refuse what no context holds before it is encoded: that may take seconds, and all requests would wait."""
+    size = len(text.encode("utf-8", "replace"))
+    if model.longest_text is not None and size > model.longest_text:
+        raise Refusal(400, f"the prompt has {size} bytes and the context of {model.context} tokens holds at most "
+                           f"{model.longest_text}: shorten the prompt", param, "context_length_exceeded")
+
+
 def _encoded(model: Model, text: str) -> list[int]:
+    _check_length(model, text, "prompt")
     try:
         return encode_prompt(model.tokenizer, text, raw=True)
     except ValueError as error:
@@ -145,14 +174,26 @@ def _rendered(
     for name in variables:
         if name in TEMPLATE_VARIABLES | _renderer_options(model.tokenizer):
             raise Refusal(422, f"chat_template_kwargs: {name} is not the client's to set", "chat_template_kwargs")
-    try:
-        ids = model.tokenizer.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=True, **{**model.defaults.template, **variables})
-    except Exception as error:  # the template is code that came with the model, and may raise anything
-        raise Refusal(422, f"messages: the model's chat template refuses them: {error}", "messages") from None
+    given = len(encode([messages, tools, variables]))
+    if model.longest_text is not None and given > model.longest_text:  # what counts is what the template makes of it
+        _check_length(model, _template(model, messages, tools, variables, tokenize=False), "messages")
+    ids = _template(model, messages, tools, variables, tokenize=True)
     if not ids:
         raise Refusal(422, "messages: the conversation is empty", "messages")
     return list(ids)
+
+
+def _template(
+    model: Model, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: Mapping[str, Any],
+    tokenize: bool,
+) -> Any:
+    """What the model's template makes of a conversation: token ids, or the text alone."""
+    try:
+        return model.tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=True, tokenize=tokenize,
+            **{**model.defaults.template, **variables})
+    except Exception as error:  # the template is code that came with the model, and may raise anything
+        raise Refusal(422, f"messages: the model's chat template refuses them: {error}", "messages") from None
 
 
 def _renderer_options(tokenizer: Any) -> frozenset[str]:

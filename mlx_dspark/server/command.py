@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..commands import SETTINGS, Notes, open_pair, pair_options, run_command
+from ..commands import SETTINGS, Finite, Notes, open_pair, pair_options, run_command
 from ..structs import KVOptions, Sampling
 
 if TYPE_CHECKING:
     from ..load import Pair
 
 SMALL_PAIR = "mlx-dspark-small"
+MOST = 1e6  # seconds, MB or GB: beyond any use, and far from what overflows
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
@@ -29,16 +30,16 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 @click.option("--name", help="The model's name for clients. Default: its repo, or the folder's name.")
 @click.option("--max-requests", type=click.IntRange(1), default=16, help="Decoded together.")
 @click.option("--max-waiting", type=click.IntRange(0), default=256, help="In the queue; more are refused (429).")
-@click.option("--max-body-mb", type=click.FloatRange(0, min_open=True), default=4.0, help="Longest request body.")
-@click.option("--drain", type=click.FloatRange(0), default=30.0,
+@click.option("--max-body-mb", type=Finite(0, MOST, min_open=True), default=4.0, help="Longest request body.")
+@click.option("--drain", type=Finite(0, MOST), default=30.0,
               help="Seconds that running answers get to finish after SIGINT or SIGTERM.")
 @click.option("--max-tokens", type=click.IntRange(-1), default=1024,
               help="For requests that do not say; -1: until the context ends.")
-@click.option("--temp", "--temperature", "temperature", type=click.FloatRange(0), default=0.0,
+@click.option("--temp", "--temperature", "temperature", type=Finite(0), default=0.0,
               help="For requests that do not say; 0 is greedy.")
-@click.option("--top-p", type=click.FloatRange(0, 1), default=1.0, help="Likewise; 1 is off.")
+@click.option("--top-p", type=Finite(0, 1), default=1.0, help="Likewise; 1 is off.")
 @click.option("--top-k", type=click.IntRange(0), default=0, help="Likewise; 0 is off.")
-@click.option("--min-p", type=click.FloatRange(0, 1), default=0.0, help="Likewise; 0 is off.")
+@click.option("--min-p", type=Finite(0, 1), default=0.0, help="Likewise; 0 is off.")
 @click.option("--chat-template", type=click.Path(), help="A Jinja file, in place of the tokenizer's own template.")
 @click.option("--chat-template-args", metavar="JSON",
               help="""Variables for the template, as in '{"enable_thinking": false}'.""")
@@ -46,9 +47,9 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 @click.option("--layout", type=click.Choice(["packed", "rectangular"]), help="Default: the cheaper one of each round.")
 @click.option("--no-profile", is_flag=True, help="Do not measure this machine's costs before first use.")
 @click.option("--prefill-step-size", type=click.IntRange(1), default=512, help="Prompt rows per forward.")
-@click.option("--kv-gb", type=click.FloatRange(0, min_open=True),
+@click.option("--kv-gb", type=Finite(0, MOST, min_open=True),
               help="For the caches of all requests. Default: a share of the memory.")
-@click.option("--prefix-gb", type=click.FloatRange(0),
+@click.option("--prefix-gb", type=Finite(0, MOST),
               help="Of these, for finished conversations that may go on; 0 keeps none.")
 @click.option("--kv-bits", type=int, help="Quantise the target's KV cache.")
 @click.option("--kv-group-size", type=int, default=64)
@@ -61,7 +62,7 @@ def command(**o: Any) -> None:
     """
     _require_extra()
     from .run import bind, run
-    from .security import Guard
+    from .security import Guard, address_of
 
     notes = Notes()
     guard = Guard(o["host"], o["api_key"], o["allow_origin"], int(o["max_body_mb"] * (1 << 20)))
@@ -75,8 +76,7 @@ def command(**o: Any) -> None:
         engine = _engine(pair, o, notes)
         try:
             app = _app(engine, pair, guard, template, o)
-            host = f"[{o['host']}]" if ":" in o["host"] else o["host"]
-            click.echo(f"http://{host}:{bound.getsockname()[1]}")
+            click.echo(address_of(o["host"], bound.getsockname()[1]))
             notes.say("Ctrl-C ends it: running answers are finished first, a second Ctrl-C does not wait")
             run(app, engine, bound, o["drain"])
         finally:

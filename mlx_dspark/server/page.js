@@ -80,12 +80,12 @@ function showRound(place, round) {
   const kept = round.tokens.filter(([, accepted]) => accepted);
   const own = round.tokens.filter(([, accepted]) => !accepted);
   for (const [text] of kept) addToken(place, text, "draft");
-  if (round.rejected.length) addToken(place, round.rejected.join(""), "rejected");
+  if (round.rejected?.length) addToken(place, round.rejected.join(""), "rejected");
   for (const [text] of own) addToken(place, text, "own");
 }
 
 function countRound(round) {
-  if (round.rows === 0) return; // the prefill is no round
+  if (!round.rows) return; // the prefill is no round, nor is text that was held back until the end
   state.count += 1;
   state.accepted += round.accepted;
   state.verified += round.verified;

@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 MOST_STOPS, LONGEST_STOP = 16, 256
+LEAST_PENALTY = 0.01  # of repetition_penalty, which divides logits
 
 
 class Strict(BaseModel):
@@ -30,7 +31,7 @@ class Strict(BaseModel):
 
 
 def parse_json(text: bytes) -> Any:
-    """JSON as the standard has it: no NaN and no infinities, however written. Raises JSONDecodeError."""
+    """JSON as the standard has it: UTF-8, no NaN and no infinities, however written. Raises JSONDecodeError."""
 
     def refuse(name: str) -> NoReturn:
         raise json.JSONDecodeError(f"{name} is not a JSON number", "", 0)
@@ -42,7 +43,7 @@ def parse_json(text: bytes) -> Any:
         return value
 
     try:
-        document = json.loads(text, parse_constant=refuse, parse_float=number)
+        document = json.loads(text.decode("utf-8-sig"), parse_constant=refuse, parse_float=number)
         if b"\\u" in text:
             json.dumps(document, ensure_ascii=False).encode()  # half a surrogate pair is no text
         return document
@@ -79,6 +80,10 @@ NotFilledIn = Annotated[Any, _only(_is(), "text cannot be filled in: leave suffi
 FreeChoice = Annotated[Any, _only(_is("auto", "none"), 'a call cannot be enforced: give "auto" or "none", or offer '
                                                        "only the tool that is wanted")]
 NotFunctions = Annotated[Any, _only(_is([]), "functions are given as tools")]
+NotExcluded = Annotated[Any, _only(lambda value: type(value) in (int, float) and value == 0,
+                                   "the likeliest tokens are not excluded: leave it out, or give 0")]
+NotAdapted = Annotated[Any, _only(_is(), "one model is served, without adapters: leave it out")]
+NotDrafted = Annotated[Any, _only(_is(), "the draft is chosen when the server is started: leave it out")]
 NotFunctionCall = Annotated[Any, _only(_is("auto", "none"), "give tool_choice instead")]
 
 
@@ -93,12 +98,34 @@ def _stops(value: Any) -> Any:
 
 
 def _one_prompt(value: Any) -> Any:
+    """A text or token ids, which may be the only element of a list."""
     if isinstance(value, list) and value and isinstance(value[0], (str, list)):
-        raise ValueError("several prompts in one request are not served: send one request each")
+        if len(value) > 1:
+            raise ValueError("several prompts in one request are not served: send one request each")
+        value = value[0]
     if isinstance(value, str) and value:
         return value
     if not isinstance(value, list) or not value or not all(type(token) is int for token in value):
         raise ValueError("give a text or a list of token ids")
+    return value
+
+
+def _repetition(value: float) -> float:
+    """0 is off, as mlx_lm.server has it."""
+    if value and value < LEAST_PENALTY:
+        raise ValueError(f"give 0 (off), or {LEAST_PENALTY} to 100")
+    return value
+
+
+def _content(value: Any) -> Any:
+    """A text or parts of text. Raises ValueError for other parts, with what to do instead."""
+    if value is not None and not isinstance(value, (str, list)):
+        raise ValueError("give a text or a list of text parts")
+    for part in value if isinstance(value, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            found = f"a part of type {kind[:40]!r}" if isinstance(kind, str) else "a part without a type"
+            raise ValueError(f'{found} is not served, only text is: give parts as {{"type": "text", "text": "..."}}')
     return value
 
 
@@ -129,7 +156,7 @@ class Body(Strict):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0, le=100), AfterValidator(_repetition)] | None = None
     presence_context_size: Annotated[int, Field(ge=1, le=10**6)] | None = None
     frequency_context_size: Annotated[int, Field(ge=1, le=10**6)] | None = None
     repetition_context_size: Annotated[int, Field(ge=1, le=10**6)] | None = None
@@ -141,6 +168,9 @@ class Body(Strict):
     dspark: bool | None = None
     n: OneAnswer = None
     response_format: PlainText = None
+    xtc_probability: NotExcluded = None
+    adapters: NotAdapted = None
+    draft_model: NotDrafted = None
 
 
 class CompletionBody(Body):
@@ -171,7 +201,7 @@ class ToolCall(Strict):
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: Annotated[str | list[Part] | None, BeforeValidator(_content)] = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None

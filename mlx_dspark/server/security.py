@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from fastapi import Request
 
-from .errors import Refusal
+from .errors import FAILED, Document, Refusal
 
 OPEN_PATHS = frozenset({"/", "/page.js", "/page.css", "/health"})  # nothing of a client's or the model's is in them
 BODY_SECONDS = 60.0
@@ -33,6 +33,12 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
     except ValueError:
         return host.lower() == "localhost"
+
+
+def address_of(host: str, port: int | None = None) -> str:
+    """The address as a browser wants it."""
+    bare = host.strip("[]")
+    return "http://" + (f"[{bare}]" if ":" in bare else bare) + ("" if port is None else f":{port}")
 
 
 @dataclass(frozen=True)
@@ -53,12 +59,13 @@ class Guard:
     def __post_init__(self) -> None:
         if self.key is not None and not (self.key.isascii() and self.key.isprintable() and self.key.strip()):
             raise ValueError("the API key is empty or has characters that no HTTP header can carry: choose another one")
+        if self.key is not None and self.key != self.key.strip():
+            raise ValueError("the API key begins or ends with a space, which no HTTP header keeps: leave the space out")
         if self.key is None and not is_loopback(self.host):
             raise ValueError(f"--host {self.host} can be reached from other machines: give an --api-key "
                              "(or MLX_DSPARK_API_KEY), or listen at 127.0.0.1")
         for origin in self.origins:
-            parts = urlsplit(origin)
-            if parts.scheme not in ("http", "https") or not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}":
+            if not _netloc(origin) or origin not in (f"http://{_netloc(origin)}", f"https://{_netloc(origin)}"):
                 raise ValueError(f"--allow-origin {origin} is not an origin: give it as in https://example.com")
 
     def refusal(self, request: Request) -> Refusal | None:
@@ -66,12 +73,12 @@ class Guard:
         host = request.headers.get("host", "")
         if is_loopback(self.host) and not (is_loopback(_name(host)) or _name(host) in self._origin_names()):
             return Refusal(403, f"the Host header names {host[:100]!r}, which is not this server: use "
-                                f"http://{self.host}, or --allow-origin", code="host_not_allowed")
+                                f"{address_of(self.host)}, or --allow-origin", code="host_not_allowed")
         origin = request.headers.get("origin")
-        if origin is not None and origin not in self.origins and urlsplit(origin).netloc.lower() != host.lower():
+        if origin is not None and origin not in self.origins and not _same(_netloc(origin), host):
             return Refusal(403, f"pages of {origin[:100]!r} may not use this server: start it with --allow-origin",
                            code="origin_not_allowed")
-        if self.key is not None and request.url.path not in OPEN_PATHS and not self._knows(request):
+        if self.key is not None and request.scope["path"] not in OPEN_PATHS and not self._knows(request):
             return Refusal(401, "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'",
                            code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         if request.method == "POST":
@@ -79,7 +86,7 @@ class Guard:
             if kind != "application/json":
                 return Refusal(415, f"the content type is {kind[:100]!r}: send application/json", code="content_type")
             length = request.headers.get("content-length", "")
-            if length.isdigit() and int(length[:20]) > self.body_bytes:
+            if length.isdecimal() and int(length[:20]) > self.body_bytes:
                 return self.too_long()
         return None
 
@@ -94,7 +101,19 @@ class Guard:
         return right and scheme.lower() == "bearer"
 
     def _origin_names(self) -> set[str]:
-        return {_name(urlsplit(origin).netloc) for origin in self.origins}
+        return {_name(_netloc(origin)) for origin in self.origins}
+
+
+def _netloc(origin: str) -> str:
+    """Host and port of an origin; empty where it has none or is malformed."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:  # half a bracket, say
+        return ""
+
+
+def _same(netloc: str, host: str) -> bool:
+    return netloc != "" and netloc.lower() == host.lower()
 
 
 def _name(netloc: str) -> str:
@@ -104,7 +123,11 @@ def _name(netloc: str) -> str:
 
 
 class Gate:
-    """The middleware around everything: applies the guard, reads bodies, adds headers to each answer, counts it."""
+    """The middleware around the routes: applies the guard, reads bodies, adds headers to each answer, counts it.
+
+    What goes wrong behind it is answered here, so that these answers have the headers and are counted, too; the error
+    goes on to the log.
+    """
 
     def __init__(self, app: Any, guard: Guard, count: Callable[[str, int], None]):
         self._app, self._guard, self._count = app, guard, count
@@ -117,22 +140,31 @@ class Gate:
             await self._app(scope, receive, send)
             return
 
+        begun = False
+
         async def send_safely(message: Any) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
+                begun = True
                 self._count(scope["path"], message["status"])
                 message = {**message, "headers": [*message.get("headers", []), *SAFE_HEADERS]}
             await send(message)
 
+        try:
+            await self._answer(scope, receive, send_safely)
+        except Exception:
+            if not begun:
+                await Document(FAILED, 500)(scope, receive, send_safely)
+            raise
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         refusal = self._guard.refusal(Request(scope))
         if refusal is None and scope["method"] == "POST":
             try:
                 receive = await self._with_body(receive)
             except Refusal as error:
                 refusal = error
-        if refusal is not None:
-            await refusal.response()(scope, receive, send_safely)
-            return
-        await self._app(scope, receive, send_safely)
+        await (self._app if refusal is None else refusal.response())(scope, receive, send)
 
     async def _with_body(self, receive: Any) -> Any:
         """Read the body as far as it is allowed; a `receive` that hands it over in one piece."""
