@@ -80,7 +80,7 @@ class PrefixCache:
             if common(key, kept) == len(kept) and entry.cache.prefix(len(kept)) is not None:
                 self._entries.move_to_end(key)  # a longer one holds it already
                 return
-        mx.eval(own.arrays, [part.arrays for part in _parts(context)])  # or the copies would hold what they are copied of
+        mx.eval(own.arrays, [part.arrays for part in _parts(context)])  # unevaluated, copies hold their sources
         for key in list(self._entries):
             if common(key, kept) == len(key) and own.prefix(len(key)) is not None:
                 self._drop(key)
