@@ -114,11 +114,12 @@ class TargetCache:
         return cut
 
     def compact(self, length: int) -> TargetCache | None:
-        """`prefix` of at most `length` positions in memory of their own size: caches grow in steps of 256.
+        """`prefix` of at most `length` positions in memory of their own size (caches grow in steps of 256).
 
-        Lazy: once its `arrays` are evaluated, nothing holds the memory of this cache any more.
+        None where there is nothing to be had. Lazy: once its `arrays` are evaluated, it holds no memory of this cache,
+        but where a copy would save less than mlx thinks worth it (16 kB an array).
         """
-        cut = self.prefix(min(length, self.offset))
+        cut = self.prefix(min(length, self.offset)) if self.offset else None
         if cut is None:
             return None
         for layer in cut.layers:

@@ -211,6 +211,15 @@ def test_a_beginning_that_nobody_could_use_is_not_kept():
     assert (len(prefix), prefix.nbytes) == (0, 0)
 
 
+def test_a_draft_model_that_has_not_run_leaves_nothing():
+    pair = make_pair("classic")
+    state = pair.draft.start()
+    pair.draft.observe(state, mx.array([HERE[:9]]), None)
+    prefix = PrefixCache(pair.draft, PLENTY)
+    prefix.store(HERE[:9], run(pair, HERE[:9])[0].cache, state)
+    assert (len(prefix), prefix.find(HERE[:12])) == (0, None)
+
+
 def test_an_entry_that_begins_a_newer_one_goes_with_its_arrival():
     pair = make_pair("llama")
     text = random_tokens(30, seed=1)

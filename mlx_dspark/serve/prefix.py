@@ -66,13 +66,14 @@ class PrefixCache:
     def store(self, tokens: Sequence[int], cache: TargetCache, state: Any) -> None:
         """Keep the cache of a request that is over; `tokens` are those known to be at its first positions.
 
-        A cache of which nothing could be had (a window that a round in flight has moved on, say) is not kept.
+        One of which nothing could be had (a window that a round in flight has moved on, a draft model that has not run)
+        is not kept.
         """
         kept = tuple(tokens[: cache.offset])
         own = cache.compact(len(kept)) if kept else None
-        if own is None:
-            return
         context = None if self._draft is None else _compact(self._draft.keep(state), len(kept))
+        if own is None or (context is None and self._draft is not None):
+            return
         nbytes = own.nbytes + sum(part.nbytes for part in _parts(context))
         if nbytes > self._limit:
             return
@@ -122,4 +123,4 @@ def _parts(context: Any) -> list[Any]:
 def _compact(context: Any, length: int) -> Any:
     """What a draft kept, of the first `length` tokens (it may know fewer) and without room to grow."""
     parts = [part.compact(length) for part in _parts(context)]
-    return parts if isinstance(context, list) else parts[0]
+    return parts if isinstance(context, list) else parts[0]  # None: a draft model that has not run
