@@ -113,6 +113,19 @@ class TargetCache:
             cut.layers.append(part)
         return cut
 
+    def compact(self, length: int) -> TargetCache | None:
+        """`prefix` of at most `length` positions in memory of their own size (caches grow in steps of 256).
+
+        None where there is nothing to be had. Lazy: once its `arrays` are evaluated, it holds no memory of this cache,
+        but where a copy would save less than mlx thinks worth it (16 kB an array).
+        """
+        cut = self.prefix(min(length, self.offset)) if self.offset else None
+        if cut is None:
+            return None
+        for layer in cut.layers:
+            layer.keys, layer.values = tree_map(mx.contiguous, (layer.keys, layer.values))
+        return cut
+
     @property
     def nbytes(self) -> int:
         """Bytes of the memory that the layers' keys and values take."""
@@ -160,11 +173,15 @@ def _prefix_of_full(cache: Any, length: int, held: int) -> Any:
 
 
 def _prefix_of_window(cache: RotatingKVCache, length: int, held: int) -> RotatingKVCache | None:
-    """A window can only be had as it is: rows that a round in flight wrote, or that it pushed out, are lost."""
+    """A window can only be had whole: rows that a round in flight wrote, or that it pushed out, are lost.
+
+    Room to grow is left behind. Only a window that has not turned yet has any, behind its rows.
+    """
     if length != held or cache.offset != held:
         return None
     cut = copy.copy(cache)
-    cut.keys, cut.values = cache.keys[...], cache.values[...]
+    rows = cache.offset if cache._idx == cache.offset else cache.keys.shape[2]
+    cut.keys, cut.values = cache.keys[..., :rows, :], cache.values[..., :rows, :]
     return cut
 
 

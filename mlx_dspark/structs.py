@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import mlx.core as mx
 
+LEAST_TEMPERATURE = 1e-6  # below it is greedy: far below it, 1 / temperature is no float32 number any more
 LEAST_LOGPROB = -9999.0  # what stands for minus infinity in JSON, which has none
 TopLogprobs = tuple[tuple[int, float], ...]  # (id, log-probability): the most likely first, of equals the lower id
 
@@ -26,7 +27,7 @@ class Sampling:
     temperature 1, the temperature is applied last. Penalties look at the last `*_context_size`
     tokens, the prompt included.
 
-    temperature: 0 or below is greedy.
+    temperature: below 1e-6 is greedy, 0 and negative ones included.
     top_p: 1 or above is off, 0 keeps only the top token.
     top_k, min_p: 0 is off. Tokens tied with the k-th are kept.
     logit_bias: token id -> value added to its logit.
@@ -74,7 +75,7 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         """True when only the top token can be chosen."""
-        return self.temperature <= 0 or self.top_p == 0 or self.top_k == 1
+        return self.temperature < LEAST_TEMPERATURE or self.top_p == 0 or self.top_k == 1
 
 
 @dataclass(frozen=True)

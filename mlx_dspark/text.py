@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,8 @@ class TextStream:
     """Detokenises one answer and ends it at the first stop string.
 
     Text that could be the beginning of a stop string is held back until it is decided. The stop
-    string itself is not part of the text; the token that completed it is the last one kept.
+    string itself is not part of the text; the token that completed it is the last one kept. Ids that the
+    tokenizer does not have (targets pad their vocabulary) are empty text.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], silent_ids: frozenset[int]):
@@ -30,6 +32,7 @@ class TextStream:
         self._detokenizer = tokenizer.detokenizer
         self._stop = tuple(stop)
         self._silent_ids = silent_ids  # stop tokens end the text and are not shown
+        self._size: float = len(tokenizer) if hasattr(tokenizer, "__len__") else math.inf
         self._held = ""
         self._begun = False
 
@@ -37,7 +40,7 @@ class TextStream:
         """Add tokens of one round."""
         shown = ""
         for kept, token in enumerate(tokens, start=1):
-            if token in self._silent_ids:
+            if token in self._silent_ids or token >= self._size:
                 continue
             self._detokenizer.add_token(token)
             text, stopped = self._release(self._segment())

@@ -1,5 +1,6 @@
 """Many requests at once: every answer is the one the request gets alone, whatever happens to the others."""
 
+import copy
 import math
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from mlx_dspark import generate
 from mlx_dspark.errors import CacheError
 from mlx_dspark.generate import collect, stream_generate, token_limit
 from mlx_dspark.schedule import CostCurve
-from mlx_dspark.serve import Engine, EngineBusy, EngineClosed, EngineError, EngineOptions, Request, engine
+from mlx_dspark.serve import Engine, EngineBusy, EngineClosed, EngineError, EngineOptions, Request, batch, engine
 from mlx_dspark.structs import KVOptions, Sampling
 
 CURVE = CostCurve({n: 1 + 0.1 * n for n in range(1, 9)}, draft=dict.fromkeys(range(1, 8), 0.3))
@@ -317,17 +318,100 @@ def test_a_failure_ends_those_who_are_served_and_the_engine_goes_on(pair, answer
     assert serving.metrics().finished == {"error": 2, "length": 1}
 
 
-def test_a_request_that_cannot_begin_ends_alone(pair, answers, monkeypatch):
-    with Engine(pair, EngineOptions(policy="plain")) as serving:
-        with monkeypatch.context() as patch:
-            patch.setattr("mlx_dspark.serve.engine.Run", out_of_memory)
-            with pytest.raises(EngineError, match="no memory left"):
-                collected(serving.submit(greedy()[0]))
-        assert collected(serving.submit(greedy()[1])) == answers[1]
-
-
 def out_of_memory(*arguments, **options):
     raise RuntimeError("no memory left\nand a long story")
+
+
+BROKEN = tuple(TEXT[20:40])
+
+
+def no_run(patch):
+    begin = engine.Run
+    patch.setattr(engine, "Run", lambda pair, prompt, options: (
+        out_of_memory() if tuple(prompt) == BROKEN else begin(pair, prompt, options)))
+
+
+def no_prompt(patch):
+    begin = batch.prefill_steps
+
+    def steps(run, prompt):
+        yield from begin(run, prompt) if tuple(prompt) != BROKEN else (None, None, out_of_memory())
+
+    patch.setattr(batch, "prefill_steps", steps)
+
+
+def no_text(patch):
+    take = engine.Answer.take
+    patch.setattr(engine.Answer, "take", lambda answer, landed: (
+        out_of_memory() if is_broken(answer) and landed.index == 1 else take(answer, landed)))
+
+
+def no_end(patch):
+    end = engine.Answer.end
+    patch.setattr(engine.Answer, "end", lambda answer, finish=None: (
+        out_of_memory() if is_broken(answer) else end(answer, finish)))
+
+
+def is_broken(answer):
+    return answer.stats.prompt_tokens == len(BROKEN)
+
+
+@pytest.mark.parametrize("policy", ["plain", "fixed"])
+@pytest.mark.parametrize("fails", [no_run, no_prompt, no_text, no_end])
+def test_a_request_that_fails_ends_alone(pair, answers, monkeypatch, fails, policy):
+    """In its beginning, its prompt, its text or its end: those beside it write what they write alone."""
+    fails(monkeypatch)
+    events = []
+    first, *others = greedy()
+    requests = [first, Request(BROKEN, 20), *others]
+    with Engine(pair, EngineOptions(policy=policy, prefill_step=4)) as serving:
+        for n, request in enumerate(requests):
+            serving.submit(request, lambda event, n=n: events.append((n, event)))
+        assert collected(serving.submit(greedy()[1])) == answers[1]
+    own = [[event for m, event in events if m == n] for n in range(len(requests))]
+    *_, error = own.pop(1)
+    assert isinstance(error, EngineError) and str(error) == "this request failed: no memory left"
+    assert {n for n, _ in events[events.index((1, error)) :]} >= {2, 3, 4, 5}  # all of these had something to come
+    for chunks, (text, ids, _, reason) in zip(own, answers):
+        made = collect(iter(chunks))
+        assert (made.text, made.ids, made.finish_reason) == (text, ids, reason)
+    metrics = serving.metrics()
+    assert metrics.finished == {"error": 1, "length": 6} and (metrics.active, metrics.waiting) == (0, 0)
+    assert all(key[: len(BROKEN)] != BROKEN for key in serving._prefix._entries)
+
+
+def test_a_failure_of_one_that_leaves_ends_nobody_else(pair, answers, monkeypatch):
+    no_end(monkeypatch)
+    with Engine(pair, EngineOptions(policy="plain", max_requests=2)) as serving:
+        healthy = serving.submit(greedy()[1])
+        leaving, waiting = (serving.submit(Request(BROKEN, 300)) for _ in range(2))
+        next(iter(leaving))
+        waiting.cancel()
+        leaving.cancel()
+        for stream in (leaving, waiting):
+            with pytest.raises(EngineError, match="no memory left"):
+                collected(stream)
+        assert collected(healthy) == answers[1]
+    assert serving.metrics().finished == {"error": 2, "length": 1}
+
+
+def test_an_answer_that_cannot_be_kept_is_an_answer(pair, answers, monkeypatch):
+    monkeypatch.setattr(engine.PrefixCache, "store", out_of_memory)
+    assert serve(pair, greedy(), policy="fixed") == answers
+
+
+def test_a_target_with_more_rows_than_its_tokenizer_writes_on(answers):
+    """mlx-lm's detokenizers raise, or show a mark, where a target chooses an id of its padding."""
+
+    class Few(Letters):
+        def __len__(self):
+            return few
+
+    few = sorted(answers[1][1])[-3]
+    short = replace(lettered(golden_pair()), tokenizer=Few())
+    text, ids, _, reason = serve(short, greedy()[1:2], policy="fixed")[0]
+    assert (ids, reason) == (answers[1][1], "length") and any(token >= few for token in ids)
+    assert text == Letters().decode([token for token in ids if token < few])
 
 
 def test_a_receiver_that_raises_leaves_alone(pair, answers):
@@ -383,6 +467,16 @@ def test_a_conversation_reuses_what_its_turns_left(pair, policy):
         metrics = serving.metrics()
     assert reused == [0, 12 + 15, 32 + 15]  # the last token of an answer was never run
     assert (metrics.prefix_hits, metrics.reused_tokens) == (2, sum(reused))
+
+
+def test_a_conversation_is_kept_in_the_memory_of_its_tokens(pair):
+    """9 tokens of target and draft, where caches grow by 256."""
+    with Engine(pair, EngineOptions(policy="fixed")) as serving:
+        collected(serving.submit(Request(tuple(TEXT[:5]), 5)))
+    metrics = serving.metrics()
+    a_position = (serving._footprint.bytes(1000) - serving._footprint.bytes(0)) / 1000
+    assert (metrics.prefix_entries, metrics.active) == (1, 0)
+    assert 0.7 * 9 * a_position < metrics.prefix_bytes <= 9 * a_position
 
 
 def test_two_conversations_may_begin_alike_at_the_same_time(pair):
@@ -458,6 +552,40 @@ def test_the_rest_of_the_context_can_be_asked_for(pair):
     prompt = tuple((TEXT * 100)[: context - 3])
     [(_, ids, _, reason)] = serve(pair, [Request(prompt, -1)], policy="fixed", prefill_step=512)
     assert (len(ids), reason) == (3, "length")
+
+
+def endless(pair):
+    """The pair as if its target said nothing about its context."""
+    target = copy.copy(pair.target)
+    target.context = None
+    return replace(pair, target=target)
+
+
+@pytest.mark.parametrize("policy", ["plain", "fixed"])
+def test_without_a_context_memory_bounds_an_answer(pair, policy):
+    positions = 9 + 40
+    nbytes = engine.footprint(pair, KVOptions()).bytes(positions)
+    with Engine(endless(pair), EngineOptions(policy=policy, kv_bytes=nbytes, prefix_bytes=0)) as serving:
+        stream, ids, seen = serving.submit(Request(tuple(TEXT[:9]), -1)), [], []
+        for chunk in stream:
+            ids += chunk.ids
+            seen.append(serving.metrics().kv_bytes)
+            if len(ids) > 200:  # it would never end
+                stream.cancel()
+        assert (len(ids), chunk.finish_reason) == (40, "length")
+        assert max(seen) <= nbytes
+        with pytest.raises(ValueError, match="50 prompt tokens and max_tokens 1 need"):
+            serving.submit(Request(tuple(TEXT[:50]), -1))
+
+
+@pytest.mark.parametrize("layers", [[(8.0, None)], [(8.0, None), (6.5, 30)]])
+def test_positions_are_those_that_fit(layers):
+    footprint = engine.Footprint(layers)
+    for limit in (footprint.bytes(0), footprint.bytes(1) - 1, footprint.bytes(100), footprint.bytes(100) + 7):
+        most = footprint.positions(limit)
+        assert footprint.bytes(most) <= limit < footprint.bytes(most + 1)
+    assert footprint.positions(footprint.bytes(0) - 1) == 0
+    assert engine.Footprint([(6.5, 30)]).positions(10**6) > 10**12  # windows take no more from some point on
 
 
 def test_a_process_that_served_ends_cleanly():

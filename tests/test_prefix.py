@@ -14,6 +14,7 @@ from helpers import (
     random_tokens,
     tiny_model,
 )
+from mlx.utils import tree_flatten
 
 from mlx_dspark.draft.classic import ClassicDraft
 from mlx_dspark.serve.prefix import PrefixCache, common
@@ -135,15 +136,88 @@ def test_the_least_recently_used_entry_goes_first_and_bytes_are_kept():
     pair = make_pair("llama")
     texts = [random_tokens(20, seed=seed) for seed in (1, 2, 3)]
     caches = [run(pair, text)[0].cache for text in texts]
-    prefix = PrefixCache(None, 2 * caches[0].nbytes)
+    one = caches[0].compact(20).nbytes
+    prefix = PrefixCache(None, 2 * one)
     for text, cache in zip(texts[:2], caches, strict=False):
         prefix.store(text, cache, None)
     prefix.find(texts[0])
     prefix.store(texts[2], caches[2], None)
     assert [prefix.find(text) is not None for text in texts] == [True, False, True]
-    assert prefix.nbytes == sum(caches[i].nbytes for i in (0, 2))
+    assert prefix.nbytes == 2 * one
     prefix.shrink(0)
     assert (len(prefix), prefix.nbytes) == (0, 0)
+
+
+def bytes_a_position(pair, tokens, kv=FULL):
+    """Bytes of the target's K/V and the draft's, from the arrays of a run: [1, H, positions or more, ...]."""
+    warm, _, _ = run(pair, tokens, kv=kv)
+    context = () if pair.draft is None else pair.draft.keep(warm.state)
+    context = context if isinstance(context, (list, tuple)) else [context]
+    arrays = [array for _, array in tree_flatten([warm.cache.arrays, [part.arrays for part in context]])
+              if isinstance(array, mx.array)]
+    return sum(array.nbytes // array.shape[2] for array in arrays)
+
+
+@pytest.mark.parametrize(("name", "kv"), [("golden", FULL), ("eagle3", FULL), ("classic", FULL), ("llama", FULL),
+                                          ("gemma3_text", FULL), ("llama", KVOptions(8, 32, 4))])
+def test_an_entry_takes_the_memory_of_its_tokens(name, kv):
+    """Caches grow by 256 positions; what is stored has as many as tokens, whatever was in flight behind them."""
+    pair = make_pair(name)
+    text = random_tokens(9, seed=3)
+    prefix = PrefixCache(pair.draft, PLENTY)
+    warm, _, _ = run(pair, text, kv=kv)
+    prefix.store([*text, 5], warm.cache, warm.state)
+    least = bytes_a_position(pair, text, kv)
+    assert 8 * least <= prefix.nbytes <= 9 * least  # eagle3's newest row waits for a token
+    agree(pair, [*text, 5, 6], prefix.find([*text, 5, 6]), kv)
+
+
+def test_a_window_that_has_not_turned_leaves_its_room_behind():
+    pair = make_pair("gemma3_text")
+    text = random_tokens(9, seed=3)
+    warm, _, _ = run(pair, text[:7])
+    for token in text[7:]:  # a window makes room where single rows are run
+        pair.target.forward(mx.array([[token]]), warm.cache)
+        warm.cache.advance(1, 1)
+    room = max(layer.keys.shape[2] for layer in warm.cache.layers)
+    assert room > len(text)
+    prefix = PrefixCache(None, PLENTY)
+    prefix.store(text, warm.cache, None)
+    assert prefix.nbytes == 9 * bytes_a_position(pair, text)
+    for more in ([5], [5, 6, 7]):  # one row and several take different ways into a window
+        agree(pair, [*text, *more], prefix.find([*text, *more]))
+
+
+def test_a_stored_entry_does_not_hold_the_memory_it_was_copied_of():
+    pair = make_pair("llama")
+    prefix = PrefixCache(None, PLENTY)
+    before = mx.get_active_memory()
+    for seed in range(20):
+        text = random_tokens(9, seed=seed)
+        cache = run(pair, text)[0].cache
+        mx.eval(cache.arrays)
+        prefix.store(text, cache, None)
+        del cache
+    assert len(prefix) == 20
+    slack = 16384 * 2 * len(pair.target.layers) * 20  # mlx copies nothing to save less than 16 kB an array
+    assert mx.get_active_memory() - before < prefix.nbytes + slack
+
+
+def test_a_beginning_that_nobody_could_use_is_not_kept():
+    """Rows of a round in flight have moved the window on: it could never be had at the tokens that are known."""
+    pair = make_pair("gemma3_text")
+    prefix = PrefixCache(None, PLENTY)
+    prefix.store(HERE[:17], run(pair, HERE[:20])[0].cache, None)
+    assert (len(prefix), prefix.nbytes) == (0, 0)
+
+
+def test_a_draft_model_that_has_not_run_leaves_nothing():
+    pair = make_pair("classic")
+    state = pair.draft.start()
+    pair.draft.observe(state, mx.array([HERE[:9]]), None)
+    prefix = PrefixCache(pair.draft, PLENTY)
+    prefix.store(HERE[:9], run(pair, HERE[:9])[0].cache, state)
+    assert (len(prefix), prefix.find(HERE[:12])) == (0, None)
 
 
 def test_an_entry_that_begins_a_newer_one_goes_with_its_arrival():

@@ -264,7 +264,8 @@ def test_edges_of_the_filters(settings, logits, tokens):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"temperature": 0}, {"temperature": -1}, {"top_p": 0}, {"top_p": 0.0, "temperature": 2.0}, {"top_k": 1}],
+    [{"temperature": 0}, {"temperature": -1}, {"temperature": 9e-7}, {"temperature": 1e-45}, {"top_p": 0},
+     {"top_p": 0.0, "temperature": 2.0}, {"top_k": 1}],
     ids=named,
 )
 def test_greedy_settings(settings):

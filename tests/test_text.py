@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer
 
 import mlx_dspark
 from mlx_dspark.text import Piece, TextStream
@@ -133,6 +134,38 @@ def test_any_split_into_tokens_and_rounds_gives_the_same_text(seed):
     assert any(piece.stopped for piece in pieces) == bool(found)
 
 
+# --- ids that only the target has
+
+
+class Padded:
+    """A tokenizer of three words for a target of more rows, with one of mlx-lm's own detokenizers."""
+
+    words = ("a", "b", "c")
+
+    def __init__(self, kind):
+        self._kind = kind
+
+    @property
+    def detokenizer(self):
+        return self._kind(self)
+
+    def __len__(self):
+        return len(self.words)
+
+    def convert_ids_to_tokens(self, ids):
+        return [self.words[token] for token in ids]
+
+    def decode(self, tokens):
+        return "".join(self.convert_ids_to_tokens(tokens))
+
+
+@pytest.mark.parametrize("kind", [SPMStreamingDetokenizer, BPEStreamingDetokenizer], ids=lambda kind: kind.__name__)
+def test_ids_outside_the_tokenizer_are_empty_text(kind):
+    pieces = feed_all(TextStream(Padded(kind), ["bc"], frozenset()), [3, 0], [99], [1, 7, 2, 0])
+    assert text_of(pieces) == "a" and pieces[-2] == Piece("", 3, True)
+    assert text_of(feed_all(TextStream(Padded(kind), (), frozenset()), [0, 3, 1, 99])) == "ab"
+
+
 # --- the embedded tokenizer
 
 
@@ -162,6 +195,12 @@ def test_random_ids_decode_as_a_whole(tokenizer, seed):
     ids = [token for token in (rng.randrange(2, 4096) for _ in range(60)) if token != nul]
     pieces = feed_all(TextStream(tokenizer, (), frozenset({EOS})), *in_rounds(ids, 7))
     assert text_of(pieces) == tokenizer.decode(ids)
+
+
+def test_ids_that_the_embedded_tokenizer_lacks_add_nothing(tokenizer):
+    ids = tokenizer.encode("é = 1", add_special_tokens=False)
+    padded = [token for known in ids for token in (known, len(tokenizer), 10**6)]
+    assert text_of(feed_all(TextStream(tokenizer, (), frozenset()), padded)) == "é = 1"
 
 
 def test_a_stop_string_of_split_characters(tokenizer):

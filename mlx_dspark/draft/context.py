@@ -45,6 +45,18 @@ class ContextCache:
             cut._keys, cut._values = self._keys[..., :length, :], self._values[..., :length, :]
         return cut
 
+    def compact(self, length: int) -> ContextCache:
+        """`prefix` of at most `length` rows in memory of their own size, once its `arrays` are evaluated."""
+        cut = self.prefix(min(length, self.length))
+        if cut.length:
+            cut._keys, cut._values = mx.contiguous(cut._keys), mx.contiguous(cut._values)
+        return cut
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory that keys and values take, room to grow included."""
+        return sum(array.nbytes for array in self.arrays)
+
     @property
     def arrays(self) -> list[mx.array]:
         """What must be evaluated to have the context in memory."""

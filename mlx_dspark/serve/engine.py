@@ -2,7 +2,8 @@
 
 A step is: land the rounds in flight and start the next ones, run at most one chunk of one waiting prompt,
 hand out text. Requests come in and leave between steps, so a client that goes away costs one round at most
-and touches nobody else.
+and touches nobody else. What goes wrong for one request (its text, its prompt) ends that one; only a failure
+of the work they share ends all that are served.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import itertools
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -238,8 +240,9 @@ class Engine:
         pair, options = self.pair, self.options
         ids = prompt_ids(pair, request.prompt)
         limit = token_limit(len(ids), request.max_tokens, pair.target.context)
-        positions = len(ids) + (limit if limit is not None else pair.target.context or len(ids))
-        needed = self._footprint.bytes(positions)
+        if limit is None:  # no context ends the text, so memory does
+            limit = max(1, self._footprint.positions(self.kv_limit) - len(ids))
+        needed = self._footprint.bytes(len(ids) + limit)
         if needed > self.kv_limit:
             raise ValueError(f"{len(ids)} prompt tokens and max_tokens {limit} need {needed / 1e9:.2f} GB of cache and "
                              f"{self.kv_limit / 1e9:.2f} GB are there: shorten the prompt or lower max_tokens")
@@ -263,7 +266,10 @@ class Engine:
             mx.clear_streams()  # mlx aborts the process at its exit if a thread leaves its streams behind
 
     def _survives(self) -> bool:
-        """One step; False when all is done. What goes wrong (memory, say) ends those who are served, not the engine."""
+        """One step; False when all is done.
+
+        What goes wrong in the shared work (memory, say) ends those who are served, not the engine.
+        """
         try:
             if not self._attend():
                 return False
@@ -281,9 +287,11 @@ class Engine:
             gone = [job for job in self._waiting if job.number in left]
             self._waiting = deque(job for job in self._waiting if job.number not in left)
         for job in gone:
-            self._tell(job, job.answer.end("cancelled"))
-        for number in left & self._jobs.keys():
-            self._end(self._jobs[number], "cancelled")
+            with self._alone(job):
+                self._tell(job, job.answer.end("cancelled"))
+        for job in [self._jobs[number] for number in left & self._jobs.keys()]:
+            with self._alone(job):
+                self._end(job, "cancelled")
         if self._closing is not None and self._shut():
             return False
         self._admit()
@@ -311,6 +319,16 @@ class Engine:
             self._deliver(job, error)
         mx.clear_cache()
 
+    @contextmanager
+    def _alone(self, job: _Job) -> Iterator[None]:
+        """Whatever goes wrong inside ends this request with an error, and only it; nothing of it is kept."""
+        try:
+            yield
+        except Exception as error:
+            self._evict(job)
+            self._count.finished["error"] += 1
+            self._deliver(job, EngineError(f"this request failed: {first_line(error)}"))
+
     def _admit(self) -> None:
         """Move requests from the queue into the batch while rows and memory allow."""
         while self._waiting and len(self._jobs) < self.options.max_requests:
@@ -321,29 +339,35 @@ class Engine:
             with self._wake:
                 self._waiting.popleft()
                 self._jobs[job.number] = job
-            hit = self._prefix.find(job.ids)
-            self._prefix.shrink(max(0, self.kv_limit - reserved - job.nbytes))
-            job.member = Member(job.number, Run(self.pair, job.ids, job.options), job.ids, job.own, hit)
-            if hit is not None:
-                job.answer.stats.facts = {**job.answer.stats.facts, "cached_tokens": hit.length}
+            with self._alone(job):
+                hit = self._prefix.find(job.ids)
+                self._prefix.shrink(max(0, self.kv_limit - reserved - job.nbytes))
+                job.member = Member(job.number, Run(self.pair, job.ids, job.options), job.ids, job.own, hit)
+                if hit is not None:
+                    job.answer.stats.facts = {**job.answer.stats.facts, "cached_tokens": hit.length}
 
     def _step(self) -> None:
         for landed in self._batch.step():
-            self._hand_out(self._jobs[landed.member.number], landed.round)
+            job = self._jobs[landed.member.number]
+            with self._alone(job):
+                self._hand_out(job, landed.round)
         self._prefill()
 
     def _prefill(self) -> None:
         """One chunk of the first prompt that is not through."""
         for job in self._jobs.values():
-            if job.number in self._batch.members:
-                continue
-            if job.options.max_tokens == 0:
-                self._end(job)
+            if job.number not in self._batch.members:
+                with self._alone(job):
+                    self._run_prompt(job)
                 return
-            flight = next(job.member.steps)
-            if flight is not None:
-                self._batch.join(job.member, flight)
+
+    def _run_prompt(self, job: _Job) -> None:
+        if job.options.max_tokens == 0:
+            self._end(job)
             return
+        flight = next(job.member.steps)
+        if flight is not None:
+            self._batch.join(job.member, flight)
 
     def _hand_out(self, job: _Job, landed: Any) -> None:
         chunk = job.answer.take(landed)
@@ -355,12 +379,22 @@ class Engine:
 
     def _end(self, job: _Job, finish: str | None = None) -> None:
         """Evict a request and tell its client how it ended; its caches stay for others that begin alike."""
+        last = job.answer.end(finish)
+        self._evict(job)
+        self._tell(job, last)
+        self._store(job)
+
+    def _evict(self, job: _Job) -> None:
         with self._wake:
-            del self._jobs[job.number]
+            self._jobs.pop(job.number, None)
         self._batch.leave(job.number)
-        self._tell(job, job.answer.end(finish))
+
+    def _store(self, job: _Job) -> None:
         run = job.member.run
-        self._prefix.store(job.ids, run.cache, None if run.draft is None else run.context)
+        try:
+            self._prefix.store(job.ids, run.cache, None if run.draft is None else run.context)
+        except Exception:  # no memory for the copy, say: the answer is complete, and nothing is kept of it
+            mx.clear_cache()
 
     def _tell(self, job: _Job, chunk: Chunk) -> None:
         if chunk.finish_reason is not None:

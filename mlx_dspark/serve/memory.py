@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from ..structs import KVOptions
 
 STEP = 256  # positions by which caches grow
 SHARE = 0.7  # of what the weights leave of the device's memory
+MOST = 2**40  # positions: more than anybody will wait for
 SLACK = 1.25  # a draft's context grows by a quarter
 
 
@@ -29,6 +31,10 @@ class Footprint:
         """Of one request with so many positions, room to grow included."""
         return int(sum(size * (positions if most is None else min(positions, most + STEP)) + size * STEP
                        for size, most in self.layers))
+
+    def positions(self, limit: int) -> int:
+        """How many positions one request can have in `limit` bytes; MOST where they take no more from some point on."""
+        return max(0, bisect_right(range(MOST + 1), limit, key=self.bytes) - 1)
 
 
 def footprint(pair: Pair, kv: KVOptions) -> Footprint:

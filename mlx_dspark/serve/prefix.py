@@ -1,8 +1,9 @@
 """What finished requests leave behind for those that begin alike: the target's K/V and the draft's context.
 
-A restored position has no taps any more, so the draft's own K/V are stored with the target's. An entry is
-not used up: every hit gets its first positions as a cache of its own. Entries are dropped least recently
-used first, by bytes; one that begins like a newer, longer one goes with its arrival.
+A restored position has no taps any more, so the draft's own K/V are stored with the target's. Both are
+copied without their room to grow, so that an entry takes the memory of its tokens. It is not used up: every
+hit gets its first positions as a cache of its own. Entries are dropped least recently used first, by bytes;
+one that begins like a newer, longer one goes with its arrival.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import mlx.core as mx
 
 from ..cache import TargetCache
 from ..draft import Resumable
@@ -61,22 +64,28 @@ class PrefixCache:
         return None
 
     def store(self, tokens: Sequence[int], cache: TargetCache, state: Any) -> None:
-        """Keep the cache of a request that is over; `tokens` are those known to be at its first positions."""
+        """Keep the cache of a request that is over; `tokens` are those known to be at its first positions.
+
+        One of which nothing could be had (a window that a round in flight has moved on, a draft model that has not run)
+        is not kept.
+        """
         kept = tuple(tokens[: cache.offset])
-        if not kept:
+        own = cache.compact(len(kept)) if kept else None
+        context = None if self._draft is None else _compact(self._draft.keep(state), len(kept))
+        if own is None or (context is None and self._draft is not None):
             return
-        context = None if self._draft is None else self._draft.keep(state)
-        nbytes = cache.nbytes + context_bytes(context)
+        nbytes = own.nbytes + sum(part.nbytes for part in _parts(context))
         if nbytes > self._limit:
             return
         for key, entry in self._entries.items():
             if common(key, kept) == len(kept) and entry.cache.prefix(len(kept)) is not None:
                 self._entries.move_to_end(key)  # a longer one holds it already
                 return
+        mx.eval(own.arrays, [part.arrays for part in _parts(context)])  # unevaluated, copies hold their sources
         for key in list(self._entries):
-            if common(key, kept) == len(key) and cache.prefix(len(key)) is not None:
+            if common(key, kept) == len(key) and own.prefix(len(key)) is not None:
                 self._drop(key)
-        self._entries[kept] = Entry(kept, cache, context, nbytes)
+        self._entries[kept] = Entry(kept, own, context, nbytes)
         self.nbytes += nbytes
         self.shrink(self._limit)
 
@@ -106,12 +115,12 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
     return min(len(a), len(b))
 
 
-def context_bytes(context: Any) -> int:
-    """Bytes of what a draft kept: a cache, or one a layer."""
-    if context is None:
-        return 0
-    if isinstance(context, list):
-        return sum(context_bytes(part) for part in context)
-    if isinstance(context, TargetCache):
-        return context.nbytes
-    return sum(array.nbytes for array in context.arrays)
+def _parts(context: Any) -> list[Any]:
+    """The caches of what a draft kept: one, one a layer, or none."""
+    return [] if context is None else context if isinstance(context, list) else [context]
+
+
+def _compact(context: Any, length: int) -> Any:
+    """What a draft kept, of the first `length` tokens (it may know fewer) and without room to grow."""
+    parts = [part.compact(length) for part in _parts(context)]
+    return parts if isinstance(context, list) else parts[0]  # None: a draft model that has not run

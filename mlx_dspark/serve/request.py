@@ -14,7 +14,8 @@ from ..structs import Sampling
 class Request:
     """One text to write.
 
-    prompt: token ids, at least one. max_tokens: as in `generate`: None is 256, -1 the rest of the context.
+    prompt: token ids, at least one. max_tokens: as in `generate`: None is 256, -1 the rest of the context, or what the
+    memory for caches holds where the target's config names no context (finish "length" either way).
     stop: strings that end the text. logprobs: of every token; top_logprobs: with them, of so many of the most likely
     tokens in each place.
 
