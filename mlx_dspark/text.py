@@ -34,7 +34,7 @@ class TextStream:
         self._silent_ids = silent_ids  # stop tokens end the text and are not shown
         self._size: float = len(tokenizer) if hasattr(tokenizer, "__len__") else math.inf
         self._held = ""
-        self._begun = False
+        self._begun = self._stopped = False
 
     def feed(self, tokens: Sequence[int]) -> Piece:
         """Add tokens of one round."""
@@ -50,7 +50,9 @@ class TextStream:
         return Piece(shown, len(tokens), False)
 
     def finish(self) -> Piece:
-        """Release everything held back."""
+        """Release everything held back; nothing after a stop string (its token may end in half a character)."""
+        if self._stopped:
+            return Piece("", 0, False)
         self._detokenizer.finalize()
         text, stopped = self._release(self._segment(last=True))
         return Piece(text if stopped else text + self._held, 0, stopped)
@@ -68,7 +70,7 @@ class TextStream:
         text = self._held + segment
         found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
         if found:
-            self._held = ""
+            self._held, self._stopped = "", True
             return text[: min(found)], True
         hold = overlap(text, self._stop)
         self._held = text[len(text) - hold :]

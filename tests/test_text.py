@@ -84,6 +84,17 @@ def test_the_text_ends_before_the_stop_string(words, rounds, stop, text, kept):
     assert pieces[-1] == Piece("", 0, False)
 
 
+def test_half_a_character_behind_a_stop_string_is_not_released():
+    class Halved(Words):
+        def finalize(self):
+            self.last_segment = "\ufffd"
+
+    text_stream = TextStream(Halved("aEND"), ["END"], frozenset())
+    assert text_stream.feed([0]) == Piece("a", 1, True)
+    assert text_stream.finish() == Piece("", 0, False)
+    assert TextStream(Halved("a"), [], frozenset()).finish().text == "\ufffd"
+
+
 def test_a_possible_beginning_is_held_until_it_is_decided():
     text_stream = stream("xEN", "T", "END", stop=["END"])
     assert text_stream.feed([0]) == Piece("x", 1, False)
