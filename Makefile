@@ -29,7 +29,7 @@ demo: $(VENV)/installed
 	$(RUN) -m mlx_dspark.generate --stats --prompt "Write a Python function that adds two numbers."
 
 test: $(VENV)/installed
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: $(VENV)/installed
 	$(RUN) -m ruff check .

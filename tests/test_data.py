@@ -55,6 +55,9 @@ class Changed:
     def __getattr__(self, name):
         return getattr(self.tokenizer, name)
 
+    def __len__(self):
+        return len(self.tokenizer)
+
 
 def bare_pair() -> Pair:
     """The small pair as if it had no chat template."""
