@@ -20,15 +20,13 @@ from typing import Any
 import mlx.core as mx
 
 from .backend import machine
-from .decode import DecodeOptions, Run
 from .generate import stream_generate
 from .load import Pair
-from .sampling import make_rule
 from .scheduling import batch_policy_for
 from .serve import Engine, EngineOptions, Request
-from .serve.batch import Batch, Follows, Member
+from .serve.batch import Batch, join_at_once
 from .serve.packed import layouts_of
-from .structs import Round, Sampling
+from .structs import Round
 
 PLAIN = "plain"
 WAVES = 2  # requests a place in the batch, so that they come and go
@@ -113,7 +111,7 @@ class _Places:
     """A batch in which the next prompt follows where a text has ended; of the first ones some end early."""
 
     def __init__(self, pair: Pair, policy: str, load: int, prompts: Sequence[Sequence[int]], max_tokens: int):
-        self._pair, self._load, self._max_tokens = pair, load, max_tokens
+        self._load, self._max_tokens = load, max_tokens
         self._batch = Batch(pair, batch_policy_for(pair, policy, load, layouts_of(pair.target)))
         self._prompts = enumerate(itertools.cycle(prompts))
         self._rounds: list[Round] = []
@@ -141,11 +139,8 @@ class _Places:
 
     def _fill(self, max_tokens: int) -> None:
         number, prompt = next(self._prompts)
-        options = DecodeOptions(make_rule(Sampling()), Follows(self._batch.policy.name), max_tokens)
-        member = Member(number, Run(self._pair, prompt, options), prompt, None)
-        *_, flight = member.steps
-        mx.eval(flight.packed)
-        self._batch.join(member, flight)
+        join_at_once(self._batch, number, prompt, max_tokens)
+        mx.synchronize()
 
 
 def _latency(

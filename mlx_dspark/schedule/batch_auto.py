@@ -102,7 +102,7 @@ class BatchAuto(ByCost):
         self._fresh: dict[Hashable, bool] = {}  # whose forecast has learned since the last decision; by a probe?
         self._ranks = True  # in the present round, where nobody looks
         self._reads = self._looked = True  # in the present round; in the last one that drafted
-        self._width, self._drafted = self.gamma, 0  # slots proposed, and for how many rounds
+        self._width, self._drafted = self.gamma, 0  # slots proposed, and by how many decisions
         self._decision = Decision({})
         self._planned: deque[Mapping[Hashable, int]] = deque(maxlen=STAND + 1)  # of the last rounds and the present one
         self._probes_in = math.inf  # rounds until the next probe is due

@@ -14,14 +14,15 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..decode import Run, admit, clear_cache, judge, prefill_steps, settle
+from ..decode import DecodeOptions, Run, admit, clear_cache, judge, prefill_steps, settle
 from ..draft import propose_many
 from ..flight import Flight, floats
 from ..load import Pair
+from ..sampling import make_rule
 from ..schedule import Policy
 from ..schedule.batch import BatchPolicy
 from ..schedule.lines import Line, Plan, Ranked
-from ..structs import Round, Schedule
+from ..structs import Round, Sampling, Schedule
 from .packed import Shares, forward_many
 from .prefix import Hit
 from .ranked import share_out
@@ -167,6 +168,14 @@ class Batch:
                   if self.members.get(departure.member.number) is departure.member]
         clear_cache(self, sum(len(own.round.tokens) for own in landed))
         return landed
+
+
+def join_at_once(batch: Batch, number: int, prompt: Sequence[int], max_tokens: int | None = None) -> None:
+    """Run the whole prompt of a greedy request and take it in; for measurements, where nobody waits meanwhile."""
+    options = DecodeOptions(make_rule(Sampling()), Follows(batch.policy.name), max_tokens)
+    member = Member(number, Run(batch.pair, prompt, options), prompt, None)
+    *_, flight = member.steps
+    batch.join(member, flight)
 
 
 def propose(batch: Batch, members: Sequence[Member]) -> tuple[list[Flight], list[Line]]:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
 
-from ..decode import DecodeOptions, Run
 from ..draft import propose_many
 from ..profile import REPEATS, Timing, evened, timed
 from ..sampling import make_rule
@@ -25,8 +24,8 @@ from ..schedule.cost import CostCurve
 from ..schedule.grid import PACKED, RECTANGULAR, CostGrid
 from ..schedule.lines import Line, Plan, Ranked
 from ..structs import KVOptions, Round, Sampling
-from .batch import Batch, Follows, Member
-from .packed import LAYOUTS, can_be_rectangular, forward_many
+from .batch import Batch, join_at_once
+from .packed import LAYOUTS, forward_many, layouts_of
 
 if TYPE_CHECKING:
     from ..load import Pair
@@ -186,12 +185,9 @@ class _Ranked(_Half):
 
 def _rounds(pair: Pair, requests: int, policy: BatchFixed) -> Callable[[], Any]:
     """A round of the real loop, every time it is called."""
-    batch, rule = Batch(pair, policy), make_rule(Sampling())
+    batch = Batch(pair, policy)
     for number in range(requests):
-        run = Run(pair, PROMPT, DecodeOptions(rule, Follows(policy.name)))
-        member = Member(number, run, PROMPT, None)
-        *_, flight = member.steps
-        batch.join(member, flight)
+        join_at_once(batch, number, PROMPT)
     batch.step()
     return batch.step
 
@@ -299,7 +295,7 @@ class Together:
         for cache in self._caches:
             cache.fill(lambda tokens, own=cache: target.forward(tokens, own).logits, depth)
         self.slots = 0 if pair.draft is None else pair.draft.gamma
-        self.layouts = LAYOUTS if can_be_rectangular(self._caches) else (PACKED,)
+        self.layouts = layouts_of(target)
         self._states = [] if pair.draft is None else [_context(pair, depth) for _ in range(requests)]
         self._anchor = mx.zeros((requests,), dtype=mx.int32)
         self._rule = make_rule(Sampling())
