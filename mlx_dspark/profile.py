@@ -8,6 +8,7 @@ row count that came out cheaper is only evened out when the difference is within
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -41,10 +42,16 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds: median of the repeats, and half the distance between the outer quartiles."""
+    """Seconds: median of the repeats, and half the distance between the outer quartiles; and how many repeats."""
 
     median: float
     spread: float
+    repeats: int = 1
+
+    @property
+    def error(self) -> float:
+        """Standard error of the median, were the repeats normally distributed."""
+        return 1.86 * self.spread / math.sqrt(self.repeats)
 
 
 def measure(pair: Pair, short: bool = False, progress: Callable[[str], None] = lambda text: None) -> CostCurve:
@@ -109,7 +116,7 @@ def timed(
 
 def _timing(values: Sequence[float]) -> Timing:
     quartiles = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
-    return Timing(statistics.median(values), (quartiles[2] - quartiles[0]) / 2)
+    return Timing(statistics.median(values), (quartiles[2] - quartiles[0]) / 2, len(values))
 
 
 def _verify_times(

@@ -33,7 +33,9 @@ from .ranking import Survivals, climb, search, survivals, top
 from .rate import Calibrate, RunRate
 
 FULL = 16  # decisions to draft: one in so many proposes the whole block, to see what the last slots are worth
-STAND = 4  # rounds for which a decision may be good
+STAND = 8  # rounds for which a decision may be good
+PATIENCE = 1.5  # pauses after which a probe waits no longer for the next decision
+JUDGED = 2  # decisions that stand: one in so many is judged by what its own round shows
 FAMILIAR = 8  # rounds after which a request's own insight counts as much as everybody's
 RANK, LOOK = "rank", "look"
 
@@ -74,21 +76,23 @@ class Load:
 class Decision:
     """Slots and rows of a round, and of those after it while nothing speaks against it.
 
-    plan: None before the draft. planned: drafts of each request before any of them were left to the device.
-    stood: rounds that it was good for after its own. stays: for the next one, too.
+    slots: by request. width: of everybody who drafts and has use for so many, 0 if nobody drafts. planned: drafts of
+    each request before any of them were left to the device. least: the lowest survival of these. plan: None where it
+    must be drawn up for the requests that are there now. rounds: for which it is good. stood: for so many after its own.
     """
 
     slots: Mapping[Hashable, int]
-    plan: Plan | None = None
+    width: int = 0
     planned: Mapping[Hashable, int] = field(default_factory=dict)
+    least: float = 1.0
+    plan: Plan | None = None
+    rounds: float = 1
     stood: int = 0
-    stays: bool = False
 
-    def serves(self, lines: Sequence[Line]) -> bool:
-        """Whether these are the requests it was made for, with as many tokens left as it drafts."""
-        return len(lines) == len(self.slots) and all(
-            line.fixed is None and line.request in self.slots and line.left >= self.slots[line.request]
-            for line in lines)
+    @property
+    def stays(self) -> bool:
+        """Whether it is good for the next round, too."""
+        return self.stood + 1 < self.rounds
 
 
 class BatchAuto(ByCost):
@@ -103,7 +107,9 @@ class BatchAuto(ByCost):
         self._ranks = True  # in the present round, where nobody looks
         self._reads = self._looked = True  # in the present round; in the last one that drafted
         self._width, self._drafted = self.gamma, 0  # slots proposed, and by how many decisions
+        self._stood = 0  # decisions
         self._decision = Decision({})
+        self._landed: list[Mapping[Hashable, Round]] = []  # rounds that nothing was learned from yet
         self._planned: deque[Mapping[Hashable, int]] = deque(maxlen=STAND + 1)  # of the last rounds and the present one
         self._probes_in = math.inf  # rounds until the next probe is due
         self._lambda = 0.0  # of the last decision
@@ -116,11 +122,11 @@ class BatchAuto(ByCost):
 
     @property
     def uses_confidence(self) -> bool:
-        """In the round of a decision and in that before the next one; asked after `after`.
+        """In the round before the next decision, so that it goes by fresh forecasts; asked after `after`.
 
-        Two in a row, because looking is judged by forecasts one round old.
+        And in the round of a decision that is judged: by forecasts one round old, as they are when it is made.
         """
-        return self.decides or not self._decision.stays
+        return not self._decision.stays or self.decides and self._stood % JUDGED == 0
 
     @property
     def decides(self) -> bool:
@@ -129,48 +135,69 @@ class BatchAuto(ByCost):
 
     def before(self, lines: Sequence[Line]) -> Mapping[Hashable, int]:
         """Draft, park or probe, request by request; as in the last round while its decision stands."""
-        if self._decision.stays and self._decision.serves(lines):
-            self._stand(self._decision)
+        if self._decision.stays and self._serves(self._decision, lines):
+            self._stand(self._decision, lines)
         else:
-            self._decision = Decision(self._ask(lines))
+            self._stood += self._decision.stood > 0
+            self._catch_up()
+            slots = self._ask(lines)
+            self._decision = Decision(slots, max(slots.values(), default=0))
         return self._decision.slots
 
     def after(self, lines: Sequence[Line]) -> Plan:
         """How many rows, and whether that is good for the next round, too."""
-        decision, plan = self._decision, self._decision.plan
-        if plan is None or any(line.confidences is not None for line in lines):
-            plan = self._complete(decision, lines)
-        decision.stays = decision.stays and decision.stood + 1 < STAND
+        decision = self._decision
+        if not decision.stood or any(line.confidences is not None for line in lines):
+            self._complete(decision, lines)
+        elif decision.plan is None:
+            self._adapt(decision, lines)
         self._planned.append(decision.planned)
-        return plan
+        return decision.plan
 
-    def _stand(self, decision: Decision) -> None:
+    def _serves(self, decision: Decision, lines: Sequence[Line]) -> bool:
+        """Whether it is a decision for these requests, too: about as many, of which new ones do what others do."""
+        return (self.grid.load(len(lines)) == self.grid.load(len(decision.slots))
+                and all(line.fixed is None and (decision.width or line.request in decision.slots) for line in lines))
+
+    def _stand(self, decision: Decision, lines: Sequence[Line]) -> None:
         """One more round by an old decision."""
         decision.stood += 1
-        for request, slots in decision.slots.items():
-            self.known[request].begin(False)
-            if not slots:
+        self._begin(lines)
+        slots = {line.request: min(decision.slots.get(line.request, decision.width), line.left) for line in lines}
+        for request, own in slots.items():
+            if not own:
                 self._parking[request].parked += 1
+        if slots != decision.slots:
+            decision.slots, decision.plan = slots, None
 
-    def _steady(self, lines: Sequence[Line]) -> bool:
-        """Whether a new decision for the next round would not be worth the host's time: nobody looked, probed, is about
-        to probe or saw further than usual, of everybody who drafts something has been seen, and decisions keep."""
+    def _adapt(self, decision: Decision, lines: Sequence[Line]) -> None:
+        """An old decision for those who are there now; of new ones the slots are verified that survive as well."""
+        drafts = {line.request: min(decision.planned[line.request], line.proposed) if line.request in decision.planned
+                  else sum(survival >= decision.least for survival in survivals(self.current(line))) for line in lines}
+        layout = self.prices(lines).layout(sum(drafts.values()), max(drafts.values()))
+        self._draw_up(decision, lines, Plan(
+            drafts, layout, self.name, {line.request: self._reason(line, drafts[line.request]) for line in lines}))
+
+    def _keeps(self, lines: Sequence[Line]) -> float:
+        """Rounds after which a new decision is worth the host's time.
+
+        One where somebody looked, probed or saw further than usual, and where not enough was learned. Else those that
+        cost least by the round, a decision growing stale in proportion to its age: saved / n + stale n / (2 STAND).
+        """
         load = self._load(len(lines))
         learned = load.stale.count >= FULL and load.knows_widths
-        if self._probes_in <= STAND or not learned and any(line.proposed for line in lines):
-            return False
-        saved = self._lambda * self.grid.deciding(len(lines))
-        # A decision that stands is half as old on average as those that `stale` tells of.
-        return saved > max(0.0, load.stale.value / 2) and all(
-            line.fixed is None and line.confidences is None and line.proposed <= self._width
-            and not (line.proposed and self._parking[line.request].why == PROBE)
-            and (self.known[line.request].forecast.rounds > 0 or not line.proposed) for line in lines)
+        if not learned and any(line.proposed for line in lines) or not all(
+                line.fixed is None and line.confidences is None and line.proposed <= self._width
+                and not (line.proposed and self._parking[line.request].why == PROBE)
+                and (self.known[line.request].forecast.rounds > 0 or not line.proposed) for line in lines):
+            return 1
+        saved, stale = self._lambda * self.grid.deciding(len(lines)), max(0.0, load.stale.value)
+        best = math.sqrt(2 * STAND * saved / stale) if stale else STAND if saved else 1
+        return min(best, STAND, self._probes_in)
 
     def _ask(self, lines: Sequence[Line]) -> dict[Hashable, int]:
         """Slots of each request."""
-        self.begin(lines)
-        self._parking = {line.request: self._parking.get(line.request) or Parking() for line in lines}
-        self._insights = {line.request: self._insights.get(line.request) or Insight() for line in lines}
+        self._begin(lines)
         price, load = self._price([line.depth for line in lines]), self._load(len(lines))
         self._lambda = price
         gains = self._gains(lines, price, load)
@@ -185,7 +212,13 @@ class BatchAuto(ByCost):
         return {line.request: self.slots(line) if line.fixed is not None
                 else min(width, self.slots(line)) if line.request in drafting else 0 for line in lines}
 
-    def _complete(self, decision: Decision, lines: Sequence[Line]) -> Plan:
+    def _begin(self, lines: Sequence[Line]) -> None:
+        """A round begins, for those who are there now."""
+        self.begin(lines)
+        self._parking = {line.request: self._parking.get(line.request) or Parking() for line in lines}
+        self._insights = {line.request: self._insights.get(line.request) or Insight() for line in lines}
+
+    def _complete(self, decision: Decision, lines: Sequence[Line]) -> None:
         """The lookahead decision where confidences were read; else the best number of rows for those expected, which
         the device gives to the best slots."""
         confidences, taken = [self.current(line) for line in lines], [self.taken(line) for line in lines]
@@ -200,11 +233,28 @@ class BatchAuto(ByCost):
             drafts = self._look(rows, confidences, forecasts, taken, prices, price)
         else:
             drafts = _most_valuable(rows, taken, prices, price)
-        plan = self.plan(lines, confidences, drafts, list(map(self._reason, lines, drafts)))
+        decision.least = min((own[count - 1] for own, count in zip(rows, drafts, strict=True) if own and count),
+                             default=1.0)
+        decision.rounds = self._keeps(lines)
+        self._draw_up(decision, lines, self.plan(
+            lines, confidences, drafts, list(map(self._reason, lines, drafts))))
+
+    def _draw_up(self, decision: Decision, lines: Sequence[Line], plan: Plan) -> None:
+        """Keep the plan; its ranking is left to the device where nobody looked and that pays."""
+        looks = any(line.confidences is not None for line in lines if line.fixed is None)
         leaves = self._ranks and not looks and self.temperatures is not None
-        decision.planned, decision.stays = plan.drafts, self._steady(lines)
-        decision.plan = self.leave_to_device(plan, lines) if leaves else plan
-        return decision.plan
+        decision.planned, decision.plan = plan.drafts, self.leave_to_device(plan, lines) if leaves else plan
+
+    def learn(self, landed: Mapping[Hashable, Round]) -> None:
+        """Rounds by an old decision are taken in with the next one that says more, all at once."""
+        self._landed.append(landed)
+        if not self._decision.stays or any(one.confidences for one in landed.values()):
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        for landed in self._landed:
+            super().learn(landed)
+        self._landed.clear()
 
     def learn_confidences(self, landed: Mapping[Hashable, Round], seen: Mapping[Hashable, Sequence[float]]) -> None:
         """Was it good to draft, and to look?"""
@@ -280,9 +330,9 @@ class BatchAuto(ByCost):
                 drafting.add(request)
             else:
                 parking.park(-values[request])
-                wait = load.odds.pause(cost) - parking.parked
-                if wait > 0:  # else it is due, and the run cannot afford it yet
-                    self._probes_in = min(self._probes_in, wait)
+                pause = load.odds.pause(cost)
+                if parking.parked < pause:  # else it is due, and the run cannot afford it yet
+                    self._probes_in = min(self._probes_in, PATIENCE * pause - parking.parked)
         return drafting
 
     def _may_lose(self, tokens: float) -> bool:
@@ -348,10 +398,11 @@ class BatchAuto(ByCost):
 
         Each request's gain pays for its own rows; what the seconds of the two plans differ besides is shared.
         """
-        if not seen:
-            return
         for request in seen:
             self.known[request].forecast.age = rounds[request].index - self.known[request].observed
+        if not any(self.known[request].forecast.age == 1 or rounds[request].schedule.reason == PROBE
+                   for request in seen):
+            return
         confidences = [seen.get(request, ()) for request in rounds]
         forecasts = [self.known[request].forecast if request in seen else self._typical for request in rounds]
         rows = list(map(survivals, confidences))
@@ -369,7 +420,7 @@ class BatchAuto(ByCost):
         shared = (price * seconds - row * (sum(looked) - sum(planned))) / len(seen)
         proposal = price * self.grid.drafting(len(seen), self._width) / len(seen)
         if max(map(len, rows)) == self.gamma:
-            self._learn_depth(load, rows, sum(ranked) - sum(taken), row, len(seen))
+            self._learn_depth(load, rows, expected, taken, prices, row, len(seen))
         for request, own, forecast, *widths in zip(rounds, rows, forecasts, planned, ranked, looked, strict=True):
             if request not in seen:
                 continue
@@ -392,23 +443,29 @@ class BatchAuto(ByCost):
         prices: Prices, row: float,
     ) -> None:
         """What a decision as old as decisions may become would have lost in this round."""
-        old = self._planned[0] if len(self._planned) > STAND else {}
-        if any(taken) or not old.keys() >= set(requests):
+        if any(taken) or len(self._planned) <= STAND:
             return
-        values = []
-        for plan in (planned, [min(old[request], len(own)) for request, own in zip(requests, rows, strict=True)]):
+        values, old = [], self._planned[0]
+        for plan in (planned, [min(old.get(request, drafts), len(own))
+                               for request, drafts, own in zip(requests, planned, rows, strict=True)]):
             drafts = self._ranked(plan, rows, taken, prices) if self._ranks else plan
             values.append(sum(sum(own[:count]) - row * count for own, count in zip(rows, drafts, strict=True)))
         load.stale.add(values[0] - values[1])
 
-    def _learn_depth(self, load: Load, rows: Survivals, further: int, row: float, requests: int) -> None:
-        """What so many rows would have brought if fewer slots had been proposed."""
+    def _learn_depth(
+        self, load: Load, rows: Survivals, expected: Survivals, taken: Sequence[int], prices: Prices, row: float,
+        requests: int,
+    ) -> None:
+        """What would have come of proposing fewer slots, chosen as they are at present."""
         values = []
         for slots in range(1, self.gamma + 1):
-            best = sorted((survival for own in rows for survival in own[:slots]), reverse=True)[:further]
-            values.append(sum(best) - row * len(best))
+            seen, hopes = ([own[:slots] for own in some] for some in (rows, expected))
+            drafts = _most_valuable(hopes, taken, prices, self._lambda)
+            if self._looked or self._ranks:
+                drafts = self._ranked(drafts, seen, taken, prices)
+            values.append(sum(sum(own[:count]) - row * count for own, count in zip(seen, drafts, strict=True)))
         for slots, value in enumerate(values, start=1):
-            load.deep[slots].add(max(0.0, values[-1] - value) / requests)
+            load.deep[slots].add((values[-1] - value) / requests)
 
     def _insight(self, request: Hashable, load: Load, what: str) -> float | None:
         """What ranking or looking into this request is worth, None before anything was learned."""

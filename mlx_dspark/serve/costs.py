@@ -7,13 +7,17 @@ points each, and what lies between them is priced like the next larger one.
 
 from __future__ import annotations
 
+import random
+import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
+import numpy as np
 
 from ..draft import propose_many
 from ..profile import REPEATS, Timing, evened, timed
@@ -34,7 +38,10 @@ if TYPE_CHECKING:
 NEAR, FAR = 256, 2048
 SHORT_SECONDS = 2.0  # of model time for one count of requests
 DRAFT = "draft"
-LOOP_ROUNDS = 32
+LOOP_ROUNDS = 64
+LOOP_TEXT = 16  # rounds after which the texts of the loop begin anew, so that none is much deeper than the others
+SURE = 5  # errors by which a layout must be cheaper
+REACH = 2  # neighbours on either side whose line says where a timing should be
 PROMPT = (0,) * 64  # of the rounds of the loop
 
 
@@ -63,8 +70,8 @@ class Measured:
     times: Mapping[str, Mapping[int, Timing]]
 
     def seconds(self, what: str) -> dict[int, float]:
-        """By count, drops within the noise evened out."""
-        return evened(self.times[what])
+        """By count, without what noise explains."""
+        return evened(drawn(self.times[what]))
 
     def slopes(self, near: Measured, layout: str, positions: int) -> dict[int, float]:
         """Seconds more per position, this being measured so many positions deeper than `near`."""
@@ -83,9 +90,11 @@ def measure_grid(
     """
     near, far = depths
     tables: dict[str, dict[tuple[int, int], float]] = {}
+    errors: dict[int, float] = {}
     for count in sorted(set(requests)):
         at_near = _measure(begin(count, near), count, short, progress)
         at_far = None if short or far <= near else _measure(begin(count, far), count, short, progress)
+        errors[count] = max(_usual_error(at_near.times.get(layout, {})) for layout in LAYOUTS)
         for what in at_near.times:
             for rows, seconds in at_near.seconds(what).items():
                 tables.setdefault(what, {})[count, rows] = seconds
@@ -93,23 +102,31 @@ def measure_grid(
             for rows, slope in at_far.slopes(at_near, layout, far - near).items():
                 tables.setdefault(f"{layout}_slope", {})[count, rows] = slope
     about = {**curve.about, "measured": time.strftime("%Y-%m-%d %H:%M:%S"), "short": short}
-    return CostGrid(
+    grid = CostGrid(
         tables[PACKED], tables.get(RECTANGULAR, {}), near, tables.get(f"{PACKED}_slope", {}),
         tables.get(f"{RECTANGULAR}_slope", {}), tables.get(DRAFT, {}), curve.host, read=curve.read, about=about)
+    return grid if _has_use_for_rectangles(grid, errors) else grid.only(PACKED)
+
+
+def _has_use_for_rectangles(grid: CostGrid, errors: Mapping[int, float]) -> bool:
+    """Whether they are somewhere cheaper by more than noise explains; else noise would choose between the layouts."""
+    return RECTANGULAR in grid.layouts and any(
+        grid.verify(PACKED, [width] * count) - grid.verify(RECTANGULAR, [width] * count) > SURE * errors[count]
+        for count in errors for width in range(1, grid.widest + 1))
 
 
 @dataclass(frozen=True)
 class Around:
     """Rounds of so many requests in the real loop, in seconds.
 
-    host: what a plain one takes beside its forward. surplus: what drafting and verifying whole blocks adds to a plain
-    one. further: what proposing whole blocks adds to proposing one slot of each, one being verified. read: what a look
-    at the confidences adds to a drafting round. rank: what the device's sharing out of half the rows adds to a round
-    with as many. decide: what `auto` adds by working out a decision, which is then not followed.
+    host: what a plain one takes beside its forward. surplus: by slots, what proposing and verifying so many of each adds
+    to a plain one. further: what proposing whole blocks adds to proposing one slot of each, one being verified. read:
+    what a look at the confidences adds to a drafting round. rank: what the device's sharing out of half the rows adds to
+    a round with as many. decide: what `auto` adds by working out a decision, which is then not followed.
     """
 
     host: float
-    surplus: float = 0.0
+    surplus: Mapping[int, float] = field(default_factory=dict)
     further: float = 0.0
     read: float = 0.0
     rank: float = 0.0
@@ -117,28 +134,33 @@ class Around:
 
 
 def measure_around(pair: Pair, requests: int, grid: CostGrid, short: bool = False) -> Around:
-    """Time rounds of all these kinds by turns. grid: what decisions go by."""
-    loop, gamma = partial(_rounds, pair, requests), 0 if pair.draft is None else pair.draft.gamma
-    works = {"plain": loop(BatchFixed(0, "plain")),
-             "forward": partial(Together(pair, requests, len(PROMPT)).verify, PACKED, [1] * requests)}
+    """Time rounds of all these kinds by turns, in seconds of the grid. grid: what decisions go by."""
+    gamma = 0 if pair.draft is None else pair.draft.gamma
+    policies: dict[Any, BatchFixed] = {"plain": BatchFixed(0, "plain")}
+    widths = range(1, gamma + 1)
+    policies |= {width: BatchFixed(width, "fixed") for width in widths}
     if gamma:
-        works["drafted"] = loop(BatchFixed(gamma, "fixed"))
-        works["narrow"] = loop(BatchFixed(1, "fixed"))
-        works["wide"] = loop(_First(gamma, "fixed"))
+        policies["wide"] = _First(gamma, "fixed")
     if gamma and pair.draft.has_confidence:
-        works["looked"] = loop(BatchFixed(gamma, "fixed", reads_confidence=True))
-        works["half"] = loop(_Half(gamma, "fixed"))
-        works["ranked"] = loop(_Ranked(gamma, "fixed"))
-        works["decided"] = loop(_Decided(gamma, "fixed", uses_confidence=True, decides=BatchAuto("auto", gamma, grid)))
-    times = timed(works, LOOP_ROUNDS, SHORT_SECONDS if short else None, lambda text: None)
-    seconds = {what: timing.median for what, timing in times.items()}
+        policies["looked"] = BatchFixed(gamma, "fixed", reads_confidence=True)
+        policies["half"] = _Half(gamma, "fixed")
+        policies["ranked"] = _Ranked(gamma, "fixed")
+        policies["decided"] = _Decided(gamma, "fixed", uses_confidence=True, decides=BatchAuto("auto", gamma, grid))
+    forward = partial(Together(pair, requests, len(PROMPT)).verify, PACKED, [1] * requests)
+    seconds = _by_turns({"forward": lambda: forward} | {
+        name: partial(_rounds, pair, requests, policy) for name, policy in policies.items()
+    }, SHORT_SECONDS if short else None)
 
-    def more(one: str, other: str) -> float:
-        return max(0.0, seconds[one] - seconds[other]) if one in seconds else 0.0
+    # The grid was measured minutes before, when the machine may have been slower or faster.
+    unit = grid.packed[requests, requests] / statistics.median(seconds["forward"])
+
+    def more(one: Any, other: Any) -> float:
+        return max(0.0, unit * _further(seconds[one], seconds[other])) if one in seconds else 0.0
 
     return Around(
-        host=more("plain", "forward"), surplus=more("drafted", "plain"), further=more("wide", "narrow"),
-        read=more("looked", "drafted"), rank=more("ranked", "half"), decide=more("decided", "drafted"))
+        host=more("plain", "forward"), surplus={width: more(width, "plain") for width in widths},
+        further=more("wide", 1), read=more("looked", gamma), rank=more("ranked", "half"),
+        decide=more("decided", gamma))
 
 
 class _First(BatchFixed):
@@ -183,6 +205,33 @@ class _Ranked(_Half):
         return replace(plan, drafts=most, ranked=Ranked(tuple(most), sum(plan.drafts.values()))) if most else plan
 
 
+def _by_turns(kinds: Mapping[Any, Callable[[], Callable[[], Any]]], budget: float | None) -> dict[Any, list[float]]:
+    """Seconds of every kind of round, turn by turn: all of them once, in random order, each waited for.
+
+    kinds: begin, and return what runs one round. budget: seconds after which it is enough; at least three turns.
+    """
+    seconds: dict[Any, list[float]] = {name: [] for name in kinds}
+    order, started = random.Random(0), time.perf_counter()
+    for turn in range(LOOP_ROUNDS):
+        if turn % LOOP_TEXT == 0:
+            rounds = {name: begin() for name, begin in kinds.items()}
+        if budget is not None and turn >= 3 and time.perf_counter() - started > budget:
+            break
+        for name in order.sample(list(kinds), len(kinds)):
+            since = time.perf_counter()
+            rounds[name]()
+            mx.synchronize()
+            seconds[name].append(time.perf_counter() - since)
+    return seconds
+
+
+def _further(one: Sequence[float], other: Sequence[float]) -> float:
+    """Seconds more, on average over the middle three fifths of the turns: within a turn the machine is equally fast."""
+    differences = sorted(a - b for a, b in zip(one, other, strict=True))
+    ends = len(differences) // 5
+    return statistics.fmean(differences[ends : len(differences) - ends])
+
+
 def _rounds(pair: Pair, requests: int, policy: BatchFixed) -> Callable[[], Any]:
     """A round of the real loop, every time it is called."""
     batch = Batch(pair, policy)
@@ -195,23 +244,20 @@ def _rounds(pair: Pair, requests: int, policy: BatchFixed) -> Callable[[], Any]:
 def with_around(grid: CostGrid, measured: Mapping[int, Around]) -> CostGrid:
     """The grid with rounds of the loop as they are, by counts of requests.
 
-    Forwards were timed one by one, and minutes apart on a machine that is not always equally fast. What a round
-    adds to a plain one is therefore set right as a whole: in the loop, host work hides behind the draft, contexts
-    are copied and more rows judged. Host, read, rank and decide are spread over the requests of the largest count.
+    Forwards were timed one by one, and minutes apart on a machine that is not always equally fast. In the loop, host
+    work hides behind the draft, contexts are copied and more rows judged. So where rounds were timed, what they add to a
+    plain one goes by them, and by forwards only between. Host, read, rank and decide are spread over the requests of the
+    largest count.
     """
-    scales = {requests: _Scales.of(grid, requests, around) for requests, around in measured.items()}
+    right = {requests: _Corrected.by(grid, requests, around) for requests, around in measured.items() if around.surplus}
     most = max(measured)
-
-    def verify(layout: str) -> dict[tuple[int, int], float]:
-        return {(n, m): scales[n].verify(grid.packed[n, n], seconds) if n in scales else seconds
-                for (n, m), seconds in getattr(grid, layout).items()}
-
     return replace(
         grid,
-        packed=verify(PACKED),
-        rectangular=verify(RECTANGULAR),
-        draft={(n, m): scales[n].draft(grid.draft[n, 1], seconds) if n in scales else seconds
-               for (n, m), seconds in grid.draft.items()},
+        packed={(n, m): right[n].packed(m / n - 1, seconds) if n in right else seconds
+                for (n, m), seconds in grid.packed.items()},
+        rectangular={(n, m): right[n].rectangular(m - 1, seconds) if n in right else seconds
+                     for (n, m), seconds in grid.rectangular.items()},
+        draft={(n, m): right[n].draft(seconds) if n in right else seconds for (n, m), seconds in grid.draft.items()},
         host_request=max(0.0, measured[most].host - grid.host) / most,
         read_request=max(0.0, measured[most].read - grid.read) / most,
         rank_request=measured[most].rank / most,
@@ -220,36 +266,76 @@ def with_around(grid: CostGrid, measured: Mapping[int, Around]) -> CostGrid:
 
 
 @dataclass(frozen=True)
-class _Scales:
-    """Measured seconds over priced ones, at one count of requests; 1 where either is nothing.
+class _Corrected:
+    """What was priced one way and measured another, at one count of requests.
 
-    further: of the slots after a proposal's first. rest: of the first one, and of all rows beyond one each.
+    first: a proposal of one slot, as priced; proposal: what it takes, over that. further: the same of the slots after it.
+    priced, real: packed verify forwards of one row each, two rows each and so on.
     """
 
+    first: float
+    proposal: float
     further: float
-    rest: float
+    priced: Sequence[float]
+    real: Sequence[float]
 
     @classmethod
-    def of(cls, grid: CostGrid, requests: int, around: Around) -> _Scales:
-        slots = max((slots for n, slots in grid.draft if n == requests), default=0)
-        if not slots:
-            return cls(1.0, 1.0)
-        first, whole = grid.draft[requests, 1], grid.draft[requests, slots]
-        rows = grid.packed.get((requests, requests * (slots + 1)), 0.0) - grid.packed[requests, requests]
-        further = _over(around.further, whole - first)
-        return cls(further, _over(around.surplus - further * (whole - first), first + rows))
+    def by(cls, grid: CostGrid, requests: int, around: Around) -> _Corrected:
+        widths = sorted(around.surplus)
+        plain, *wider = (grid.verify(PACKED, [width + 1] * requests) for width in (0, *widths))
+        first, whole = (grid.drafting(requests, slots) for slots in (1, widths[-1]))
+        proposal = _over(around.surplus[1], first + wider[0] - plain)
+        one = cls(first, proposal, _over(around.further, whole - first), (), ())
+        real = [plain + around.surplus[width] - one.draft(grid.drafting(requests, width)) for width in widths]
+        return replace(one, priced=[plain, *wider], real=_rising([plain, *real]))
 
-    def draft(self, first: float, seconds: float) -> float:
-        """A proposal, given that of one slot."""
-        return self.rest * first + self.further * (seconds - first)
+    def draft(self, seconds: float) -> float:
+        """A proposal that was priced so."""
+        return self.proposal * self.first + self.further * (seconds - self.first)
 
-    def verify(self, plain: float, seconds: float) -> float:
-        """A verify forward, given that of one row each."""
-        return max(0.0, plain + self.rest * (seconds - plain))
+    def packed(self, drafts: float, seconds: float) -> float:
+        """A verify forward that was priced so, with so many drafts of each request."""
+        low = int(drafts)
+        if low == drafts:
+            return self.real[low]
+        step = self.priced[low + 1] - self.priced[low]
+        share = (seconds - self.priced[low]) / step if step > 0 else drafts - low
+        return self.real[low] + min(1.0, max(0.0, share)) * (self.real[low + 1] - self.real[low])
+
+    def rectangular(self, drafts: int, seconds: float) -> float:
+        """The same in the other layout: as much more or less as was priced."""
+        return max(0.0, self.real[drafts] + seconds - self.priced[drafts])
+
+
+def _rising(seconds: Sequence[float]) -> list[float]:
+    """None lower than the one before."""
+    return list(accumulate(seconds, max))
 
 
 def _over(measured: float, priced: float) -> float:
     return measured / priced if measured > 0 and priced > 0 else 1.0
+
+
+def drawn(times: Mapping[int, Timing]) -> dict[int, Timing]:
+    """Timings moved towards the line through their neighbours, as far as noise explains how far off they are.
+
+    A step that is larger than the noise stays. What is off by d is left off by d (1 - 2 e^2 / d^2), e being the median
+    error of all; the first and the last stay where they are.
+    """
+    counts, moved = sorted(times), dict(times)
+    error = _usual_error(times)
+    for at, count in enumerate(counts[1:-1], start=1):
+        near = counts[max(0, at - REACH) : at] + counts[at + 1 : at + 1 + REACH]
+        slope, start = statistics.linear_regression(near, [times[n].median for n in near])
+        off = times[count].median - (start + slope * count)
+        kept = max(0.0, 1 - 2 * error**2 / off**2) if off else 1.0
+        moved[count] = replace(times[count], median=start + slope * count + kept * off)
+    return moved
+
+
+def _usual_error(times: Mapping[int, Timing]) -> float:
+    """Of one timing, in seconds; 0 where nothing was timed."""
+    return statistics.median(own.error for own in times.values()) if times else 0.0
 
 
 def packed_rows(requests: int, widest: int, short: bool = False) -> list[int]:
