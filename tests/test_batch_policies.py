@@ -520,13 +520,16 @@ def test_decisions_stand_where_new_ones_cost_more_than_they_bring():
     first = next(at for at, (decided, _, _) in enumerate(rounds) if decided and at >= 200)
     late = rounds[first:]
     assert any(plan.drafts[0] for _, plan, _ in late)
-    ages, age = [], 0
-    for (decided, plan, listened), (_, before, _) in zip(late[1:], late, strict=False):
-        age = 0 if decided else age + 1
-        ages.append(age)
-        assert decided or plan is before and listened == (age == STAND - 1)
-        assert listened or not decided
-    assert max(ages) == STAND - 1 and ages.count(0) <= 0.4 * len(ages)
+    starts = [at for at, (decided, _, _) in enumerate(late) if decided]
+    cycles = [late[start:end] for start, end in itertools.pairwise(starts)]
+    for (_, plan, _), *stood in cycles:
+        assert all(later is plan for _, later, _ in stood)
+    assert STAND // 2 < max(map(len, cycles)) <= STAND and len(starts) <= 0.3 * len(late)
+    for cycle in cycles:
+        heard = [listened for _, _, listened in cycle]
+        assert heard[-1] and not any(heard[1:-1]), "in the round before the next decision"
+    judged = [cycle[0][2] for cycle in cycles if len(cycle) > 1]
+    assert 0.3 < sum(judged) / len(judged) < 0.7, "and in every other of a decision's own"
 
 
 def test_decisions_are_made_anew_where_that_is_free():
@@ -547,22 +550,66 @@ def test_standing_is_cheaper_in_all(monkeypatch):
     assert standing > 1.01 * replayed(dear(0.05))[2].rate
 
 
-@pytest.mark.parametrize("change", ["joined", "left", "fixed", "ends"])
-def test_a_decision_is_for_the_requests_it_was_made_for(change):
-    policy, _, _ = replayed(dear(0.05))
-    same = [Line(request, left=99) for request in range(3)]
-    policy.before(same[:2])
-    policy.after(same[:2])  # whatever stood is over
-    slots = policy.before(same)
-    policy.after([replace(line, proposed=slots[line.request]) for line in same])
-    other = {
-        "joined": [*same, Line(9, left=99)], "left": same[:2], "fixed": [*same[:2], replace(same[2], fixed=2)],
-        "ends": [*same[:2], replace(same[2], left=max(slots.values()) - 1)],
-    }[change]
+def standing(drafting=True):
+    """A policy whose decision for three requests is good for the next round."""
+    grid = replace(CostGrid.from_curve(CURVES["flat" if drafting else "linear"], [3, 6], GAMMA), read=5.0,
+                   decide_request=0.05)
+    policy, same = make_batch_policy("auto", GAMMA, True, grid), [Line(request, left=99) for request in range(3)]
+    contents = sim.made_up_load("steady", 3, 400, 2)
+    sim.replay_load(policy, contents if drafting else [replace(c, passes=0 * c.passes, confidences=0.1 + 0 * c.passes)
+                                                       for c in contents], grid)
+    while True:
+        slots = policy.before(same)
+        plan = policy.after([replace(line, proposed=slots[line.request]) for line in same])
+        if policy.decides and not policy.uses_confidence and any(slots.values()) == drafting:
+            return policy, same, slots, plan
+
+
+def proposed(policy, lines):
+    slots = policy.before(lines)
+    return slots, policy.after([replace(line, proposed=slots[line.request]) for line in lines])
+
+
+def test_a_decision_stands_while_requests_come_and_go():
+    policy, same, slots, plan = standing()
+    width = max(slots.values())
+    joined, planned = proposed(policy, [*same[1:], Line("new", left=99)])
+    assert not policy.decides and joined == {1: slots[1], 2: slots[2], "new": width}
+    assert planned.drafts == {1: plan.drafts[1], 2: plan.drafts[2], "new": planned.drafts["new"]}
+    least = min(count for count in plan.drafts.values() if count)
+    assert 0 < planned.drafts["new"] <= width and abs(planned.drafts["new"] - least) <= 1
+    assert planned.reasons.keys() == planned.drafts.keys() == {1, 2, "new"}
+    ending, planned = proposed(policy, [same[1], replace(same[2], left=1), Line("new", left=0)])
+    assert not policy.decides and ending == {1: slots[1], 2: 1, "new": 0}
+    assert planned.drafts == {1: plan.drafts[1], 2: min(1, plan.drafts[2]), "new": 0}
+
+
+@pytest.mark.parametrize("change", ["fixed", "many more"])
+def test_a_decision_is_not_for_others(change):
+    policy, same, _, _ = standing()
+    other = {"fixed": [*same[:2], replace(same[2], fixed=2)],
+             "many more": [*same, *(Line(request, left=99) for request in range(3, 6))]}[change]
     control = copy.deepcopy(policy)
     control.before(same)
     policy.before(other)
     assert policy.decides and not control.decides
+
+
+def test_where_nobody_drafts_a_new_request_is_a_reason_to_decide():
+    policy, same, slots, _ = standing(drafting=False)
+    assert not any(slots.values())
+    control = copy.deepcopy(policy)
+    control.before(same[:2])
+    policy.before([*same, Line("new", left=99)])
+    assert policy.decides and not control.decides
+
+
+def test_rounds_that_are_taken_in_late_decide_the_same(monkeypatch):
+    late = replayed(dear(0.05), "swinging")
+    monkeypatch.setattr(BatchAuto, "learn", lambda self, landed: (self._landed.append(landed), self._catch_up()))
+    at_once = replayed(dear(0.05), "swinging")
+    assert sum(decided for decided, _, _ in late[1]) < 0.7 * len(late[1])
+    assert late[1:] == at_once[1:] and late[0].lead == pytest.approx(at_once[0].lead)
 
 
 def test_parked_requests_go_on_waiting_while_a_decision_stands(monkeypatch):

@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
@@ -11,6 +12,7 @@ from helpers import build_model, embedded_pair, pair_of
 
 from mlx_dspark import profile, scheduling, store
 from mlx_dspark.errors import FormatError
+from mlx_dspark.profile import Timing
 from mlx_dspark.schedule.cost import CostCurve
 from mlx_dspark.schedule.grid import CostGrid
 from mlx_dspark.serve import batch, costs
@@ -136,7 +138,7 @@ def test_the_command_measures_stores_and_prints(monkeypatch, unmeasured):
     clock = Clock(monkeypatch)
     monkeypatch.setattr(costs, "Together", lambda pair, requests, depth: clock.begin(requests, depth))
     monkeypatch.setattr(costs, "measure_around", lambda pair, requests, grid, short: Around(
-        host=CURVE.host + 0.25 * requests, surplus=0.5 * requests, further=0.1, read=CURVE.read + 0.1 * requests,
+        host=CURVE.host + 0.25 * requests, surplus={width: 0.2 * requests * width for width in (1, 2, 3)}, further=0.1, read=CURVE.read + 0.1 * requests,
         rank=0.2 * requests, decide=0.05 * requests))
     done = CliRunner().invoke(profile.command, ["--requests", "2,1", "--short"])
     assert done.exit_code == 0, done.output
@@ -149,7 +151,7 @@ def test_the_command_measures_stores_and_prints(monkeypatch, unmeasured):
     assert (stored.around(2), stored.reading(2), stored.deciding(2)) == pytest.approx((0.7, 0.5, 0.1))
     for n in (1, 2):
         surplus = stored.verify("packed", [4] * n) - stored.verify("packed", [1] * n) + stored.drafting(n, 3)
-        assert surplus == pytest.approx(0.5 * n)
+        assert surplus == pytest.approx(0.6 * n)
     assert ("host 700.000 ms a round of 2, a look at the confidences 500.000 ms, ranking by the device 400.000 ms, "
             "a decision 100.000 ms") in text
     both = json.loads(CliRunner().invoke(profile.command, ["--requests", "2", "--short", "--json"]).stdout)
@@ -184,28 +186,99 @@ def test_rounds_are_priced_beside_their_forwards(monkeypatch):
     tick(costs.BatchAuto, "before", lambda args: 0.25)
     tick(batch, "_read_confidences", lambda args: 0.5 if args[0] else 0.0)
     tick(costs.Batch, "step", lambda args: 3.0)
-    grid = CostGrid.from_curve(CURVE, [3], 7)
-    assert costs.measure_around(pair, 3, grid) == Around(
-        host=3.0, surplus=3 * 7 + 14.0, further=12.0, read=0.5, rank=3 * 3, decide=0.25)
+    grid = CostGrid({(3, rows): 10.0 + rows for rows in range(3, 25)})
+    expected = Around(host=3.0, surplus={width: 3 * width + 2.0 * width for width in range(1, 8)}, further=12.0, read=0.5,
+                      rank=3 * 3, decide=0.25)
+    assert costs.measure_around(pair, 3, grid) == expected
     assert costs.measure_around(pair_of(build_model("qwen3"), None), 3, grid) == Around(host=3.0)
+    slower = replace(grid, packed={key: 2 * seconds for key, seconds in grid.packed.items()})
+    assert costs.measure_around(pair_of(build_model("qwen3"), None), 3, slower) == Around(host=6.0), "in the grid's seconds"
 
 
-def test_a_drafting_round_is_set_right_as_a_whole():
-    """Slots after a proposal's first by what they add, the rest by what is left of a drafting round's surplus."""
-    grid = CostGrid({(1, 1): 0.5, (1, 4): 0.6, (2, 2): 1.0, (2, 5): 1.3, (2, 8): 1.6}, {(2, 1): 1.1, (2, 4): 1.5},
-                    draft={(2, 1): 0.2, (2, 3): 0.4}, host=0.2, read=0.1)
-    # Priced at 0.6 for rows, 0.2 for one slot and 0.2 for further ones.
-    whole = costs.with_around(grid, {2: Around(host=0.6, surplus=0.5, further=0.1, read=0.3, rank=0.04, decide=0.06)})
-    assert whole.packed == pytest.approx({(1, 1): 0.5, (1, 4): 0.6, (2, 2): 1.0, (2, 5): 1.15, (2, 8): 1.3})
-    assert whole.rectangular == pytest.approx({(2, 1): 1.05, (2, 4): 1.25})
-    assert whole.draft == pytest.approx({(2, 1): 0.1, (2, 3): 0.2})
+def test_rounds_are_timed_by_turns_in_random_order_and_texts_begin_anew(monkeypatch):
+    now, calls = [0.0], []
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: now[0])
+
+    def kind(name, seconds):
+        def begin():
+            calls.append(f"begin {name}")
+
+            def round():
+                calls.append(name)
+                now[0] += seconds * (1 + len(calls) / 1000)  # ever slower
+            return round
+        return begin
+
+    kinds = {"a": kind("a", 1.0), "b": kind("b", 2.0)}
+    seconds = costs._by_turns(kinds, None)
+    assert {name: len(own) for name, own in seconds.items()} == {"a": costs.LOOP_ROUNDS, "b": costs.LOOP_ROUNDS}
+    assert calls.count("begin a") == costs.LOOP_ROUNDS / costs.LOOP_TEXT
+    turns = [call for call in calls if not call.startswith("begin")]
+    pairs = list(zip(turns[::2], turns[1::2], strict=True))
+    assert {tuple(sorted(pair)) for pair in pairs} == {("a", "b")} and len(set(pairs)) == 2
+    assert len(costs._by_turns(kinds, 0.0)["a"]) == 3, "a short measurement"
+
+
+def test_what_a_round_takes_longer_is_told_turn_by_turn():
+    """Slow turns are slow for both; a mishap in one is left out."""
+    other = [10.0, 20.0, 10.0, 30.0, 10.0]
+    assert costs._further([12.0, 22.0, 12.0, 32.0, 500.0], other) == pytest.approx(2.0)
+    assert costs._further([other[0] + 1], other[:1]) == 1.0
+
+
+def test_noise_is_drawn_to_the_line_and_a_step_stays():
+    def timings(*medians, spread=0.1):
+        return {n: Timing(median, spread, 7) for n, median in enumerate(medians, start=1)}
+
+    noisy = costs.drawn(timings(1.0, 1.95, 3.06, 4.02, 4.97, 6.0))
+    assert [own.median for own in noisy.values()] == pytest.approx([1, 2, 3, 4, 5, 6], abs=0.06)
+    assert noisy[3].median < 3.03 and noisy[2].median > 1.96
+    stepped = timings(1.0, 1.0, 1.0, 5.0, 5.0, 5.0)
+    assert [own.median for own in costs.drawn(stepped).values()] == pytest.approx([1, 1, 1, 5, 5, 5], abs=0.02)
+    exact = timings(1.0, 7.0, 2.0, 9.0, spread=0.0)
+    assert costs.drawn(exact) == exact
+    assert costs.drawn(timings(3.0)) == timings(3.0)
+
+
+@pytest.mark.parametrize(("row", "kept"), [(0.08, True), (0.1, False), (0.12, False)])
+def test_rectangles_are_kept_where_they_are_cheaper(monkeypatch, row, kept):
+    def verify(self, layout, rows):
+        self.clock.now += 1 + (0.1 if layout == "packed" else row) * len(rows) * max(rows)
+    monkeypatch.setattr(Fake, "verify", verify)
+    grid = measure_grid(Clock(monkeypatch).begin, [1, 2], (500, 2000), CURVE)
+    assert (grid.layouts == ("packed", "rectangular")) == kept
+
+
+def test_rectangles_that_noise_makes_cheaper_are_left_out():
+    grid = CostGrid({(2, n): 1.0 + 0.1 * n for n in range(2, 9)}, {(2, n): 0.95 + 0.2 * n for n in range(1, 5)})
+    assert costs._has_use_for_rectangles(grid, {2: 0.009}) and not costs._has_use_for_rectangles(grid, {2: 0.011})
+
+
+def test_a_drafting_round_is_priced_as_it_was_measured():
+    """The slots after a proposal's first by what they add; verify forwards by what is left, between them in proportion."""
+    grid = CostGrid({(1, 1): 0.5, (1, 4): 0.6} | {(2, n): 0.8 + 0.1 * n for n in range(2, 9)},
+                    {(2, n): 0.9 + 0.2 * n for n in range(1, 5)},
+                    draft={(2, 1): 0.2, (2, 2): 0.3, (2, 3): 0.4}, host=0.2, read=0.1)
+    around = Around(host=0.6, surplus={1: 0.2, 2: 0.35, 3: 0.7}, further=0.1, read=0.3, rank=0.04, decide=0.06)
+    whole = costs.with_around(grid, {2: around})
+    assert whole.draft == pytest.approx({(2, 1): 0.1, (2, 2): 0.15, (2, 3): 0.2})
+    assert whole.packed == pytest.approx({(1, 1): 0.5, (1, 4): 0.6, (2, 2): 1.0, (2, 3): 1.05, (2, 4): 1.1, (2, 5): 1.15,
+                                          (2, 6): 1.2, (2, 7): 1.35, (2, 8): 1.5})
+    assert whole.rectangular == pytest.approx({(2, 1): 1.1, (2, 2): 1.2, (2, 3): 1.3, (2, 4): 1.6})
     assert (whole.host_request, whole.read_request, whole.rank_request, whole.decide_request) == pytest.approx(
         (0.2, 0.1, 0.02, 0.03))
+    for width, surplus in around.surplus.items():
+        priced = whole.verify("packed", [width + 1] * 2) - whole.verify("packed", [1] * 2) + whole.drafting(2, width)
+        assert priced == pytest.approx(surplus)
     assert costs.with_around(grid, {2: Around(host=0.1)}) == grid, "less than what one request takes is noise"
-    dear = costs.with_around(grid, {2: Around(host=0.2, surplus=1.2, further=0.4)})
-    assert dear.draft == pytest.approx({(2, 1): 0.2, (2, 3): 0.6}) and dear.packed == pytest.approx(grid.packed)
-    surplus = dear.packed[2, 8] - dear.packed[2, 2] + dear.draft[2, 3]
-    assert surplus == pytest.approx(1.2)
+
+
+def test_forwards_between_measured_rounds_keep_their_shape():
+    """A step lies where it was; where forwards cost the same, what was measured rises evenly."""
+    flat = {(2, 2): 1.0, (2, 3): 1.0, (2, 4): 1.0, (2, 5): 1.0, (2, 6): 2.0, (2, 7): 2.0, (2, 8): 2.0}
+    whole = costs.with_around(CostGrid(flat), {2: Around(host=0.0, surplus={1: 0.1, 2: 1.4, 3: 1.3})})
+    assert whole.packed == pytest.approx({(2, 2): 1.0, (2, 3): 1.05, (2, 4): 1.1, (2, 5): 1.1, (2, 6): 2.4, (2, 7): 2.4,
+                                          (2, 8): 2.4})
 
 
 @pytest.mark.parametrize("text", ["0", "x", "1,,2", "1000"])

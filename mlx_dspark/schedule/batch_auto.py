@@ -107,7 +107,7 @@ class BatchAuto(ByCost):
         self._ranks = True  # in the present round, where nobody looks
         self._reads = self._looked = True  # in the present round; in the last one that drafted
         self._width, self._drafted = self.gamma, 0  # slots proposed, and by how many decisions
-        self._stood = 0  # decisions
+        self._stood = 0  # decisions that were good for more than a round
         self._decision = Decision({})
         self._landed: list[Mapping[Hashable, Round]] = []  # rounds that nothing was learned from yet
         self._planned: deque[Mapping[Hashable, int]] = deque(maxlen=STAND + 1)  # of the last rounds and the present one
@@ -182,7 +182,8 @@ class BatchAuto(ByCost):
         """Rounds after which a new decision is worth the host's time.
 
         One where somebody looked, probed or saw further than usual, and where not enough was learned. Else those that
-        cost least by the round, a decision growing stale in proportion to its age: saved / n + stale n / (2 STAND).
+        cost least by the round, a decision growing stale in proportion to its age: saved / n + stale n / (2 STAND);
+        but half as many at most where somebody is parked, for that may have to end at once.
         """
         load = self._load(len(lines))
         learned = load.stale.count >= FULL and load.knows_widths
@@ -193,7 +194,8 @@ class BatchAuto(ByCost):
             return 1
         saved, stale = self._lambda * self.grid.deciding(len(lines)), max(0.0, load.stale.value)
         best = math.sqrt(2 * STAND * saved / stale) if stale else STAND if saved else 1
-        return min(best, STAND, self._probes_in)
+        everybody = all(line.proposed or not line.left for line in lines)
+        return min(best, STAND if everybody else STAND / 2, self._probes_in)
 
     def _ask(self, lines: Sequence[Line]) -> dict[Hashable, int]:
         """Slots of each request."""
@@ -420,7 +422,7 @@ class BatchAuto(ByCost):
         shared = (price * seconds - row * (sum(looked) - sum(planned))) / len(seen)
         proposal = price * self.grid.drafting(len(seen), self._width) / len(seen)
         if max(map(len, rows)) == self.gamma:
-            self._learn_depth(load, rows, expected, taken, prices, row, len(seen))
+            self._learn_depth(load, rows, sum(ranked) - sum(taken), row, len(seen))
         for request, own, forecast, *widths in zip(rounds, rows, forecasts, planned, ranked, looked, strict=True):
             if request not in seen:
                 continue
@@ -452,20 +454,14 @@ class BatchAuto(ByCost):
             values.append(sum(sum(own[:count]) - row * count for own, count in zip(rows, drafts, strict=True)))
         load.stale.add(values[0] - values[1])
 
-    def _learn_depth(
-        self, load: Load, rows: Survivals, expected: Survivals, taken: Sequence[int], prices: Prices, row: float,
-        requests: int,
-    ) -> None:
-        """What would have come of proposing fewer slots, chosen as they are at present."""
+    def _learn_depth(self, load: Load, rows: Survivals, further: int, row: float, requests: int) -> None:
+        """What so many rows would have brought if fewer slots had been proposed."""
         values = []
         for slots in range(1, self.gamma + 1):
-            seen, hopes = ([own[:slots] for own in some] for some in (rows, expected))
-            drafts = _most_valuable(hopes, taken, prices, self._lambda)
-            if self._looked or self._ranks:
-                drafts = self._ranked(drafts, seen, taken, prices)
-            values.append(sum(sum(own[:count]) - row * count for own, count in zip(seen, drafts, strict=True)))
+            best = sorted((survival for own in rows for survival in own[:slots]), reverse=True)[:further]
+            values.append(sum(best) - row * len(best))
         for slots, value in enumerate(values, start=1):
-            load.deep[slots].add((values[-1] - value) / requests)
+            load.deep[slots].add(max(0.0, values[-1] - value) / requests)
 
     def _insight(self, request: Hashable, load: Load, what: str) -> float | None:
         """What ranking or looking into this request is worth, None before anything was learned."""
