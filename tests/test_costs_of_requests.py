@@ -138,7 +138,8 @@ def test_the_command_measures_stores_and_prints(monkeypatch, unmeasured):
     clock = Clock(monkeypatch)
     monkeypatch.setattr(costs, "Together", lambda pair, requests, depth: clock.begin(requests, depth))
     monkeypatch.setattr(costs, "measure_around", lambda pair, requests, grid, short: Around(
-        host=CURVE.host + 0.25 * requests, surplus={width: 0.2 * requests * width for width in (1, 2, 3)}, further=0.1, read=CURVE.read + 0.1 * requests,
+        host=CURVE.host + 0.25 * requests, surplus={width: 0.2 * requests * width for width in (1, 2, 3)}, further=0.1,
+        read=CURVE.read + 0.1 * requests,
         rank=0.2 * requests, decide=0.05 * requests))
     done = CliRunner().invoke(profile.command, ["--requests", "2,1", "--short"])
     assert done.exit_code == 0, done.output
@@ -187,12 +188,13 @@ def test_rounds_are_priced_beside_their_forwards(monkeypatch):
     tick(batch, "_read_confidences", lambda args: 0.5 if args[0] else 0.0)
     tick(costs.Batch, "step", lambda args: 3.0)
     grid = CostGrid({(3, rows): 10.0 + rows for rows in range(3, 25)})
-    expected = Around(host=3.0, surplus={width: 3 * width + 2.0 * width for width in range(1, 8)}, further=12.0, read=0.5,
-                      rank=3 * 3, decide=0.25)
+    expected = Around(host=3.0, surplus={width: 3 * width + 2.0 * width for width in range(1, 8)}, further=12.0,
+                      read=0.5, rank=3 * 3, decide=0.25)
     assert costs.measure_around(pair, 3, grid) == expected
-    assert costs.measure_around(pair_of(build_model("qwen3"), None), 3, grid) == Around(host=3.0)
+    alone = pair_of(build_model("qwen3"), None)
+    assert costs.measure_around(alone, 3, grid) == Around(host=3.0)
     slower = replace(grid, packed={key: 2 * seconds for key, seconds in grid.packed.items()})
-    assert costs.measure_around(pair_of(build_model("qwen3"), None), 3, slower) == Around(host=6.0), "in the grid's seconds"
+    assert costs.measure_around(alone, 3, slower) == Around(host=6.0), "in the grid's seconds"
 
 
 def test_rounds_are_timed_by_turns_in_random_order_and_texts_begin_anew(monkeypatch):
@@ -255,15 +257,15 @@ def test_rectangles_that_noise_makes_cheaper_are_left_out():
 
 
 def test_a_drafting_round_is_priced_as_it_was_measured():
-    """The slots after a proposal's first by what they add; verify forwards by what is left, between them in proportion."""
+    """The slots after a proposal's first by what they add; verify forwards by what is left, in proportion between."""
     grid = CostGrid({(1, 1): 0.5, (1, 4): 0.6} | {(2, n): 0.8 + 0.1 * n for n in range(2, 9)},
                     {(2, n): 0.9 + 0.2 * n for n in range(1, 5)},
                     draft={(2, 1): 0.2, (2, 2): 0.3, (2, 3): 0.4}, host=0.2, read=0.1)
     around = Around(host=0.6, surplus={1: 0.2, 2: 0.35, 3: 0.7}, further=0.1, read=0.3, rank=0.04, decide=0.06)
     whole = costs.with_around(grid, {2: around})
     assert whole.draft == pytest.approx({(2, 1): 0.1, (2, 2): 0.15, (2, 3): 0.2})
-    assert whole.packed == pytest.approx({(1, 1): 0.5, (1, 4): 0.6, (2, 2): 1.0, (2, 3): 1.05, (2, 4): 1.1, (2, 5): 1.15,
-                                          (2, 6): 1.2, (2, 7): 1.35, (2, 8): 1.5})
+    assert whole.packed == pytest.approx({(1, 1): 0.5, (1, 4): 0.6, (2, 2): 1.0, (2, 3): 1.05, (2, 4): 1.1,
+                                          (2, 5): 1.15, (2, 6): 1.2, (2, 7): 1.35, (2, 8): 1.5})
     assert whole.rectangular == pytest.approx({(2, 1): 1.1, (2, 2): 1.2, (2, 3): 1.3, (2, 4): 1.6})
     assert (whole.host_request, whole.read_request, whole.rank_request, whole.decide_request) == pytest.approx(
         (0.2, 0.1, 0.02, 0.03))

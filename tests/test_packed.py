@@ -102,7 +102,7 @@ def test_attention_alone_still_works_while_it_is_shared():
     target = pair_of(tiny_model("qwen3")).target
     [cache, twin] = prefilled(target, KVOptions(), [PROMPTS[0], PROMPTS[0]])
     wanted = target.forward(mx.array([[1, 2, 3]]), twin).logits
-    with packed._shared_attention(target.model, packed._Packed([1, 1])):
+    with packed._shared_attention(target, packed._Packed([1, 1])):
         assert apart(target.forward(mx.array([[1, 2, 3]]), cache).logits, wanted) == 0
 
 

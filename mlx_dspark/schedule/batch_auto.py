@@ -78,7 +78,8 @@ class Decision:
 
     slots: by request. width: of everybody who drafts and has use for so many, 0 if nobody drafts. planned: drafts of
     each request before any of them were left to the device. least: the lowest survival of these. plan: None where it
-    must be drawn up for the requests that are there now. rounds: for which it is good. stood: for so many after its own.
+    must be drawn up for the requests that are there now. rounds: for so many it is good. stood: how many of them were
+    after its own.
     """
 
     slots: Mapping[Hashable, int]

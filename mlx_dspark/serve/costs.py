@@ -17,7 +17,6 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
-import numpy as np
 
 from ..draft import propose_many
 from ..profile import REPEATS, Timing, evened, timed
@@ -119,10 +118,10 @@ def _has_use_for_rectangles(grid: CostGrid, errors: Mapping[int, float]) -> bool
 class Around:
     """Rounds of so many requests in the real loop, in seconds.
 
-    host: what a plain one takes beside its forward. surplus: by slots, what proposing and verifying so many of each adds
-    to a plain one. further: what proposing whole blocks adds to proposing one slot of each, one being verified. read:
-    what a look at the confidences adds to a drafting round. rank: what the device's sharing out of half the rows adds to
-    a round with as many. decide: what `auto` adds by working out a decision, which is then not followed.
+    host: what a plain one takes beside its forward. surplus: by slots, what proposing and verifying so many of each
+    adds to a plain one. further: what proposing whole blocks adds to proposing one slot of each, one being verified.
+    read: what a look at the confidences adds to a drafting round. rank: what the device's sharing out of half the rows
+    adds to a round with as many. decide: what `auto` adds by working out a decision, which is then not followed.
     """
 
     host: float
@@ -245,9 +244,9 @@ def with_around(grid: CostGrid, measured: Mapping[int, Around]) -> CostGrid:
     """The grid with rounds of the loop as they are, by counts of requests.
 
     Forwards were timed one by one, and minutes apart on a machine that is not always equally fast. In the loop, host
-    work hides behind the draft, contexts are copied and more rows judged. So where rounds were timed, what they add to a
-    plain one goes by them, and by forwards only between. Host, read, rank and decide are spread over the requests of the
-    largest count.
+    work hides behind the draft, contexts are copied and more rows judged. So what a drafting round adds to a plain one
+    is what was measured there; forwards say how it rises between. Host, read, rank and decide are spread over the
+    requests of the largest count.
     """
     right = {requests: _Corrected.by(grid, requests, around) for requests, around in measured.items() if around.surplus}
     most = max(measured)
@@ -269,8 +268,8 @@ def with_around(grid: CostGrid, measured: Mapping[int, Around]) -> CostGrid:
 class _Corrected:
     """What was priced one way and measured another, at one count of requests.
 
-    first: a proposal of one slot, as priced; proposal: what it takes, over that. further: the same of the slots after it.
-    priced, real: packed verify forwards of one row each, two rows each and so on.
+    first: a proposal of one slot, as priced. proposal: what it takes, over that. further: the same of the slots after
+    it. priced, real: packed verify forwards of one row each, two rows each and so on.
     """
 
     first: float

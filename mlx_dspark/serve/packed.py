@@ -21,7 +21,6 @@ that does anything else with its cache or its keys shows in `check_sharing` and 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from ..cache import TargetCache
@@ -67,7 +65,7 @@ def forward_many(
     counts = [own.shape[1] for own in tokens]
     rows = _LAYOUTS[layout](counts) if shares is None else _Chosen(counts, shares)
     layers = [_SharedLayer(own, rows) for own in zip(*(cache.layers for cache in caches), strict=True)]
-    with _shared_attention(target.model, rows):
+    with _shared_attention(target, rows):
         verified = target.run(rows.join_tokens(tokens), layers, taps)
     logits = rows.split(verified.logits)
     seen = [None] * len(tokens) if verified.taps is None else rows.split(verified.taps)
@@ -273,10 +271,9 @@ class _Keys:
 
 
 @contextmanager
-def _shared_attention(model: nn.Module, rows: _Rows) -> Iterator[None]:
+def _shared_attention(target: Target, rows: _Rows) -> Iterator[None]:
     """Let the attention of this model's modules take keys of several owners, for the forwards run inside."""
-    modules = {sys.modules[type(module).__module__] for _, module in model.named_modules()}
-    wrapped = [module for module in modules
+    wrapped = [module for module in target.modules
                if getattr(module, _ATTENTION, None) is scaled_dot_product_attention]
     for module in wrapped:
         setattr(module, _ATTENTION, partial(_attend, rows))
