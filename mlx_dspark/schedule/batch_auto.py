@@ -149,11 +149,11 @@ class BatchAuto(ByCost):
         """How many rows, and whether that is good for the next round, too."""
         decision = self._decision
         if not decision.stood or any(line.confidences is not None for line in lines):
-            self._complete(decision, lines)
-        elif decision.plan is None:
-            self._adapt(decision, lines)
+            plan = self._complete(decision, lines)
+        else:
+            plan = decision.plan or self._adapt(decision, lines)
         self._planned.append(decision.planned)
-        return decision.plan
+        return plan
 
     def _serves(self, decision: Decision, lines: Sequence[Line]) -> bool:
         """Whether it is a decision for these requests, too: about as many, of which new ones do what others do."""
@@ -171,12 +171,12 @@ class BatchAuto(ByCost):
         if slots != decision.slots:
             decision.slots, decision.plan = slots, None
 
-    def _adapt(self, decision: Decision, lines: Sequence[Line]) -> None:
+    def _adapt(self, decision: Decision, lines: Sequence[Line]) -> Plan:
         """An old decision for those who are there now; of new ones the slots are verified that survive as well."""
         drafts = {line.request: min(decision.planned[line.request], line.proposed) if line.request in decision.planned
                   else sum(survival >= decision.least for survival in survivals(self.current(line))) for line in lines}
         layout = self.prices(lines).layout(sum(drafts.values()), max(drafts.values()))
-        self._draw_up(decision, lines, Plan(
+        return self._draw_up(decision, lines, Plan(
             drafts, layout, self.name, {line.request: self._reason(line, drafts[line.request]) for line in lines}))
 
     def _keeps(self, lines: Sequence[Line]) -> float:
@@ -221,7 +221,7 @@ class BatchAuto(ByCost):
         self._parking = {line.request: self._parking.get(line.request) or Parking() for line in lines}
         self._insights = {line.request: self._insights.get(line.request) or Insight() for line in lines}
 
-    def _complete(self, decision: Decision, lines: Sequence[Line]) -> None:
+    def _complete(self, decision: Decision, lines: Sequence[Line]) -> Plan:
         """The lookahead decision where confidences were read; else the best number of rows for those expected, which
         the device gives to the best slots."""
         confidences, taken = [self.current(line) for line in lines], [self.taken(line) for line in lines]
@@ -239,14 +239,15 @@ class BatchAuto(ByCost):
         decision.least = min((own[count - 1] for own, count in zip(rows, drafts, strict=True) if own and count),
                              default=1.0)
         decision.rounds = self._keeps(lines)
-        self._draw_up(decision, lines, self.plan(
+        return self._draw_up(decision, lines, self.plan(
             lines, confidences, drafts, list(map(self._reason, lines, drafts))))
 
-    def _draw_up(self, decision: Decision, lines: Sequence[Line], plan: Plan) -> None:
+    def _draw_up(self, decision: Decision, lines: Sequence[Line], plan: Plan) -> Plan:
         """Keep the plan; its ranking is left to the device where nobody looked and that pays."""
         looks = any(line.confidences is not None for line in lines if line.fixed is None)
         leaves = self._ranks and not looks and self.temperatures is not None
         decision.planned, decision.plan = plan.drafts, self.leave_to_device(plan, lines) if leaves else plan
+        return decision.plan
 
     def learn(self, landed: Mapping[Hashable, Round]) -> None:
         """Rounds by an old decision are taken in with the next one that says more, all at once."""
