@@ -111,10 +111,11 @@ def timed(
             since = time.perf_counter()
             work()
             samples[n].append(time.perf_counter() - since)
-    return {n: _timing(values) for n, values in samples.items()}
+    return {n: timing_of(values) for n, values in samples.items()}
 
 
-def _timing(values: Sequence[float]) -> Timing:
+def timing_of(values: Sequence[float]) -> Timing:
+    """What so many repeats say."""
     quartiles = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
     return Timing(statistics.median(values), (quartiles[2] - quartiles[0]) / 2, len(values))
 

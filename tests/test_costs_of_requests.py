@@ -224,8 +224,8 @@ def test_rounds_are_timed_by_turns_in_random_order_and_texts_begin_anew(monkeypa
 def test_what_a_round_takes_longer_is_told_turn_by_turn():
     """Slow turns are slow for both; a mishap in one is left out."""
     other = [10.0, 20.0, 10.0, 30.0, 10.0]
-    assert costs._further([12.0, 22.0, 12.0, 32.0, 500.0], other) == pytest.approx(2.0)
-    assert costs._further([other[0] + 1], other[:1]) == 1.0
+    assert costs.seconds_more([12.0, 22.0, 12.0, 32.0, 500.0], other).median == pytest.approx(2.0)
+    assert costs.seconds_more([other[0] + 1], other[:1]) == Timing(1.0, 0.0, 1)
 
 
 def test_noise_is_drawn_to_the_line_and_a_step_stays():

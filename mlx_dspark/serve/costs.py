@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import mlx.core as mx
 
 from ..draft import propose_many
-from ..profile import REPEATS, Timing, evened, timed
+from ..profile import REPEATS, Timing, evened, timed, timing_of
 from ..sampling import make_rule
 from ..schedule.batch import BatchFixed
 from ..schedule.batch_auto import BatchAuto
@@ -154,10 +154,12 @@ def measure_around(pair: Pair, requests: int, grid: CostGrid, short: bool = Fals
     unit = grid.packed[requests, requests] / statistics.median(seconds["forward"])
 
     def more(one: Any, other: Any) -> float:
-        return max(0.0, unit * _further(seconds[one], seconds[other])) if one in seconds else 0.0
+        return max(0.0, unit * seconds_more(seconds[one], seconds[other]).median) if one in seconds else 0.0
 
+    surplus = drawn({width: seconds_more(seconds[width], seconds["plain"]) for width in widths})
     return Around(
-        host=more("plain", "forward"), surplus={width: more(width, "plain") for width in widths},
+        host=more("plain", "forward"),
+        surplus={width: max(0.0, unit * own.median) for width, own in surplus.items()},
         further=more("wide", 1), read=more("looked", gamma), rank=more("ranked", "half"),
         decide=more("decided", gamma))
 
@@ -224,11 +226,11 @@ def _by_turns(kinds: Mapping[Any, Callable[[], Callable[[], Any]]], budget: floa
     return seconds
 
 
-def _further(one: Sequence[float], other: Sequence[float]) -> float:
-    """Seconds more, on average over the middle three fifths of the turns: within a turn the machine is equally fast."""
+def seconds_more(one: Sequence[float], other: Sequence[float]) -> Timing:
+    """Seconds more, by turns, for within a turn the machine is equally fast: the mean of the middle three fifths."""
     differences = sorted(a - b for a, b in zip(one, other, strict=True))
     ends = len(differences) // 5
-    return statistics.fmean(differences[ends : len(differences) - ends])
+    return replace(timing_of(differences), median=statistics.fmean(differences[ends : len(differences) - ends]))
 
 
 def _rounds(pair: Pair, requests: int, policy: BatchFixed) -> Callable[[], Any]:
@@ -321,8 +323,7 @@ def drawn(times: Mapping[int, Timing]) -> dict[int, Timing]:
     A step that is larger than the noise stays. What is off by d is left off by d (1 - 2 e^2 / d^2), e being the median
     error of all; the first and the last stay where they are.
     """
-    counts, moved = sorted(times), dict(times)
-    error = _usual_error(times)
+    counts, moved, error = sorted(times), dict(times), _usual_error(times)
     for at, count in enumerate(counts[1:-1], start=1):
         near = counts[max(0, at - REACH) : at] + counts[at + 1 : at + 1 + REACH]
         slope, start = statistics.linear_regression(near, [times[n].median for n in near])
