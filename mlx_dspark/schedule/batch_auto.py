@@ -55,21 +55,21 @@ class Insight(dict[str, dict[bool, Mean]]):
 class Load:
     """What was learned at one count of requests.
 
-    rate: in units of plain decoding at that count. insight: of all requests. deep: by slots, tokens that a request
-    gains a round by proposing the whole block instead of so many. stale: tokens that all requests lose in a round
-    that goes by a decision STAND rounds old.
+    rate: in units of plain decoding at that count. insight: of all requests. deep: by whether rows go to the best of
+    what a round shows and by slots, what a request gains a round by proposing so many, its rows paid. stale: tokens that
+    all requests lose in a round that goes by a decision STAND rounds old.
     """
 
     rate: RunRate = field(default_factory=RunRate)
     odds: Odds = field(default_factory=Odds)
     insight: Insight = field(default_factory=Insight)
-    deep: dict[int, Mean] = field(default_factory=lambda: defaultdict(Mean))
+    deep: dict[tuple[bool, int], Mean] = field(default_factory=lambda: defaultdict(Mean))
     stale: Mean = field(default_factory=Mean)
 
     @property
     def knows_widths(self) -> bool:
         """Whether enough whole blocks were seen to propose less."""
-        return self.deep[1].count >= WARM_UP
+        return self.deep[False, 1].count >= WARM_UP
 
 
 @dataclass
@@ -354,13 +354,18 @@ class BatchAuto(ByCost):
         return looks, ranked_only >= 0
 
     def _propose(self, drafting: int, always: int, price: float, load: Load) -> int:
-        """Slots to propose: so many that what further ones bring would not pay for them."""
+        """Slots to propose: as many as gain most, by forecasts or where the round is followed, that being paid, too."""
         if not drafting:
             return 0
         self._drafted += 1
         if load.knows_widths:
-            self._width = min(range(1, self.gamma + 1), key=lambda slots: (
-                drafting * load.deep[slots].value + price * self.grid.drafting(always + drafting, slots), slots))
+            count = len(self.known)
+            following = {False: 0.0, True: min(self.grid.ranking(count), self.grid.reading(count))}
+            _, less, _ = max(
+                (drafting * load.deep[followed, slots].value
+                 - price * (self.grid.drafting(always + drafting, slots) + following[followed]), -slots, followed)
+                for followed in following for slots in range(1, self.gamma + 1))
+            self._width = -less
         return self._width if load.knows_widths and self._drafted % FULL else self.gamma
 
     # After it
@@ -424,7 +429,7 @@ class BatchAuto(ByCost):
         shared = (price * seconds - row * (sum(looked) - sum(planned))) / len(seen)
         proposal = price * self.grid.drafting(len(seen), self._width) / len(seen)
         if max(map(len, rows)) == self.gamma:
-            self._learn_depth(load, rows, sum(ranked) - sum(taken), row, len(seen))
+            self._learn_depth(load, rows, expected, taken, prices, price)
         for request, own, forecast, *widths in zip(rounds, rows, forecasts, planned, ranked, looked, strict=True):
             if request not in seen:
                 continue
@@ -456,14 +461,18 @@ class BatchAuto(ByCost):
             values.append(sum(sum(own[:count]) - row * count for own, count in zip(rows, drafts, strict=True)))
         load.stale.add(values[0] - values[1])
 
-    def _learn_depth(self, load: Load, rows: Survivals, further: int, row: float, requests: int) -> None:
-        """What so many rows would have brought if fewer slots had been proposed."""
-        values = []
+    def _learn_depth(
+        self, load: Load, rows: Survivals, expected: Survivals, taken: Sequence[int], prices: Prices, price: float
+    ) -> None:
+        """What would have come of proposing fewer slots: by forecasts, and of as many rows for the best slots."""
         for slots in range(1, self.gamma + 1):
-            best = sorted((survival for own in rows for survival in own[:slots]), reverse=True)[:further]
-            values.append(sum(best) - row * len(best))
-        for slots, value in enumerate(values, start=1):
-            load.deep[slots].add(max(0.0, values[-1] - value) / requests)
+            seen = [own[:slots] for own in rows]
+            planned = _most_valuable([own[:slots] for own in expected], taken, prices, price)
+            best = [fixed or own for fixed, own in zip(taken, top(seen, sum(planned) - sum(taken)), strict=True)]
+            for followed, drafts in ((False, planned), (True, best)):
+                tokens = sum(sum(own[:count]) for own, count in zip(seen, drafts, strict=True))
+                value = tokens - price * prices.seconds(sum(drafts), max(drafts))
+                load.deep[followed, slots].add(value / sum(map(bool, rows)))
 
     def _insight(self, request: Hashable, load: Load, what: str) -> float | None:
         """What ranking or looking into this request is worth, None before anything was learned."""
