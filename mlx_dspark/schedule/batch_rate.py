@@ -27,7 +27,7 @@ class ByCost:
         self.temperatures = temperatures_of(calibrate)
         self.refine = Refinement()
         self.known: dict[Hashable, Known] = {}
-        self._typical = Forecast(self.gamma)  # of all requests: what new ones start from
+        self._typical = Forecast(self.gamma)  # of the request that was seen longest: what new ones start from
 
     @property
     def reads_confidence(self) -> bool:
@@ -68,11 +68,12 @@ class ByCost:
         for request, confidences in seen.items():
             known = self.known[request]
             known.observe(landed[request].index, confidences)
-            self._typical.pool(confidences, known.forecast)
+            if known.forecast.rounds >= self._typical.rounds:
+                self._typical = known.forecast
 
     def begin(self, lines: Sequence[Line]) -> None:
         """A round begins: forget who has left, greet who is new."""
-        self.known = {line.request: self.known.get(line.request) or Known(self._typical.for_one_of_many())
+        self.known = {line.request: self.known.get(line.request) or Known(self._typical.for_another_text())
                       for line in lines}
         for line in lines:
             self.known[line.request].begin(line.fixed is not None)

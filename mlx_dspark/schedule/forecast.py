@@ -11,7 +11,6 @@ import copy
 from collections.abc import Sequence
 
 MEMORY = 0.005  # weight of one more round in a slot's mean, once there are many
-PRIOR = 16  # rounds of its own that what other texts were like is worth to a request among many
 SPREAD_MEMORY = 0.01
 
 
@@ -43,20 +42,6 @@ class Forecast:
         other.means = list(self.means)
         other._shared, other.age = 0.0, 0
         return other
-
-    def for_one_of_many(self) -> Forecast:
-        """A copy for one of several requests, which soon has means of its own."""
-        other = self.for_another_text()
-        other.rounds = min(self.rounds, PRIOR)
-        return other
-
-    def pool(self, confidences: Sequence[float], own: Forecast) -> None:
-        """Learn what slots are like in all texts from a round of one of them, whose own forecast is given."""
-        self.rounds += 1
-        for slot, confidence in enumerate(confidences):
-            self.means[slot] += max(MEMORY, 1 / self.rounds) * (confidence - self.means[slot])
-        self._within, self._between = own._within, own._between
-        self._square, self._product = own._square, own._product
 
     def expected(self) -> list[float]:
         """Confidences of a round that has not been drafted."""
