@@ -56,8 +56,8 @@ class Load:
     """What was learned at one count of requests.
 
     rate: in units of plain decoding at that count. insight: of all requests. deep: by whether rows go to the best of
-    what a round shows and by slots, what a request gains a round by proposing so many, its rows paid. stale: tokens that
-    all requests lose in a round that goes by a decision STAND rounds old.
+    what a round shows and by slots, what a request gains a round by proposing so many, its rows paid. stale: tokens
+    that all requests lose in a round that goes by a decision STAND rounds old.
     """
 
     rate: RunRate = field(default_factory=RunRate)
