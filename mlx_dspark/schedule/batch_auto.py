@@ -359,13 +359,14 @@ class BatchAuto(ByCost):
             return 0
         self._drafted += 1
         if load.knows_widths:
-            count = len(self.known)
-            following = {False: 0.0, True: min(self.grid.ranking(count), self.grid.reading(count))}
-            _, less, _ = max(
-                (drafting * load.deep[followed, slots].value
-                 - price * (self.grid.drafting(always + drafting, slots) + following[followed]), -slots, followed)
-                for followed in following for slots in range(1, self.gamma + 1))
-            self._width = -less
+            following = min(self.grid.ranking(len(self.known)), self.grid.reading(len(self.known)))
+
+            def gain(slots: int) -> float:
+                by_forecasts, followed = (drafting * load.deep[follows, slots].value for follows in (False, True))
+                proposal = self.grid.drafting(always + drafting, slots)
+                return max(by_forecasts - price * proposal, followed - price * (proposal + following))
+
+            self._width = max(range(1, self.gamma + 1), key=gain)  # the fewest of those that gain as much
         return self._width if load.knows_widths and self._drafted % FULL else self.gamma
 
     # After it
@@ -444,8 +445,7 @@ class BatchAuto(ByCost):
         """As many rows as planned, for the best slots where the device chooses them."""
         if self.temperatures is None or prices.layout(sum(planned), max(planned)) == RECTANGULAR:
             return planned
-        best = top(rows, sum(planned) - sum(taken))
-        return [fixed or own for fixed, own in zip(taken, best, strict=True)]
+        return _best(rows, taken, planned)
 
     def _learn_staleness(
         self, load: Load, requests: Sequence[Hashable], planned: Sequence[int], rows: Survivals, taken: Sequence[int],
@@ -468,8 +468,7 @@ class BatchAuto(ByCost):
         for slots in range(1, self.gamma + 1):
             seen = [own[:slots] for own in rows]
             planned = _most_valuable([own[:slots] for own in expected], taken, prices, price)
-            best = [fixed or own for fixed, own in zip(taken, top(seen, sum(planned) - sum(taken)), strict=True)]
-            for followed, drafts in ((False, planned), (True, best)):
+            for followed, drafts in ((False, planned), (True, _best(seen, taken, planned))):
                 tokens = sum(sum(own[:count]) for own, count in zip(seen, drafts, strict=True))
                 value = tokens - price * prices.seconds(sum(drafts), max(drafts))
                 load.deep[followed, slots].add(value / sum(map(bool, rows)))
@@ -524,6 +523,12 @@ class _Shares:
 def _most_valuable(rows: Survivals, taken: Sequence[int], prices: Prices, price: float) -> list[int]:
     """Drafts of each request whose tokens are worth most, their seconds paid; for confidences that nobody has seen."""
     return search(rows, taken, prices, lambda tokens, seconds: tokens - price * seconds)
+
+
+def _best(rows: Survivals, taken: Sequence[int], planned: Sequence[int]) -> list[int]:
+    """As many drafts as planned, for the slots that survive best."""
+    best = top(rows, sum(planned) - sum(taken))
+    return [fixed or own for fixed, own in zip(taken, best, strict=True)]
 
 
 def _row_seconds(prices: Prices, taken: Sequence[int], drafts: Sequence[int]) -> float:
