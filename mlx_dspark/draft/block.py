@@ -33,10 +33,7 @@ class BlockState:
 
     caches: list[ContextCache]
     pending: list[mx.array] = field(default_factory=list)  # taps [B, T, M*D]
-
-    @property
-    def waiting(self) -> int:
-        return sum(taps.shape[1] for taps in self.pending)
+    waiting: int = 0  # their rows: counted as they come, for a parked request may have hundreds and asks every round
 
 
 class BlockDraft(nn.Module):
@@ -104,6 +101,7 @@ class BlockDraft(nn.Module):
     def observe(self, state: BlockState, tokens: mx.array, taps: mx.array) -> None:
         """Queue taps [B, T, M*D] of committed rows; `tokens` carry nothing the taps do not."""
         state.pending.append(taps)
+        state.waiting += taps.shape[1]
         if state.waiting >= FLUSH_ROWS:
             self.backbone.extend(self._take_context(state), state.caches)
             mx.async_eval([array for cache in state.caches for array in cache.arrays])
@@ -227,6 +225,7 @@ class BlockDraft(nn.Module):
             contexts.append(fused[:, first : first + count] if count else None)
             first += count
             state.pending.clear()
+            state.waiting = 0
         return contexts
 
 
