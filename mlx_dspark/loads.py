@@ -77,18 +77,18 @@ def _outcome(
     text: str, contents: Sequence[Content], grid: CostGrid
 ) -> tuple[float, float, float, float, int | None] | None:
     """(speed over plain, rows per request, tau, parked, best fixed width)."""
-    from .schedule.load import fixed_load_rate, replay_load
+    from .schedule.load import best_fixed_load, fixed_load, replay_load
 
     slots = min(SLOTS, grid.widest - 1)
-    plain, width = fixed_load_rate(0, contents, grid), None
+    plain, width = fixed_load(0, contents, grid), None
     if text == "fixed":
-        width = max(range(1, slots + 1), key=lambda own: fixed_load_rate(own, contents, grid))
-        text = f"fixed:{width}"
+        text = best_fixed_load(contents, grid, least=1).policy
+        width = int(text.removeprefix("fixed:"))
     elif text.startswith("fixed:") and int(text.removeprefix("fixed:")) > slots:
         return None
     run = replay_load(make_batch_policy(text, slots, True, grid), contents, grid)
-    speed, *rest = (round(value, 4) for value in (run.rate / plain, run.rows_per_request, run.tau, run.parked))
-    return speed, rest[0], rest[1], rest[2], width
+    speed, tau = run.promised_rate / plain.promised_rate, run.promised / (run.requests * run.rounds)
+    return round(speed, 4), round(run.rows_per_request, 4), round(tau, 4), round(run.parked, 4), width
 
 
 def load_report(found: Sequence[LoadResult], rounds: int) -> str:

@@ -15,6 +15,7 @@ from mlx_dspark.record import judged, read_recording
 from mlx_dspark.schedule.calibration import calibrator
 from mlx_dspark.schedule.cost import CostCurve
 from mlx_dspark.schedule.grid import CostGrid
+from mlx_dspark.schedule.load import made_up_load
 from mlx_dspark.schedule.simulate import Content, best_fixed, made_up
 from mlx_dspark.simulate import command, published_curves, read_curve, simulate, with_draft
 
@@ -312,12 +313,18 @@ def test_loads_as_json():
         assert 1 <= entry["tau"] <= entry["rows_per_request"] <= 8 and 0 <= entry["parked"] <= 1
 
 
-def test_one_request_is_the_same_simulation():
+def test_a_fixed_width_does_what_its_text_promises():
+    """The same text under plain decoding and in blocks, which begin where the last one has ended."""
     curve = with_draft(published_curves()["m4max-30b-4bit"], 0.12, 7)
     (entry,) = entries("--curve", "m4max-30b-4bit", "--requests", 1, "--rounds", 200, "--content", "steady",
                        "--policy", "fixed:4")
-    assert entry["speedup_over_plain"] == pytest.approx(
-        simulate("fixed:4", curve, made_up("steady", 200, 0))[0], abs=1e-4)
+    (content,), tokens, place = made_up_load("steady", 1, 200, 0), 0.0, 0
+    for _ in range(200):
+        tokens += 1 + np.cumprod(content.confidences[place % 200])[:4].sum()
+        place += 1 + int(np.cumprod(content.passes[place % 200])[:4].sum())
+    seconds = 200 * (curve.verify(5) + curve.drafting(7))
+    assert entry["speedup_over_plain"] == pytest.approx(tokens / seconds * curve.verify(1), rel=1e-3)
+    assert entry["tau"] == pytest.approx(tokens / 200, rel=1e-3)
 
 
 def test_the_table_of_loads_says_what_its_numbers_are():

@@ -47,13 +47,13 @@ class Replay:
         return self.tokens / self.seconds
 
 
-def made_up(kind: str, rounds: int, seed: int, gamma: int = 7) -> Content:
+def made_up(kind: str, rounds: int, seed: int, gamma: int = 7, stay: int = STAY) -> Content:
     """Synthetic content: `steady` (acceptance 0.75) or `swinging` (sticky switches between 0.9 and 0.4)."""
     rng = np.random.default_rng(seed)
     if kind == "steady":
         level = np.full(rounds, 0.75)
     elif kind == "swinging":
-        level = np.where(np.cumsum(rng.random(rounds) < 1 / STAY) % 2, 0.4, 0.9)
+        level = np.where(np.cumsum(rng.random(rounds) < 1 / stay) % 2, 0.4, 0.9)
     else:
         raise ValueError(f"content {kind!r} is unknown: steady and swinging are")
     confidences = np.clip(level[:, None] + NOISE * rng.standard_normal((rounds, gamma)), 0.01, 0.99)
