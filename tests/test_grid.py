@@ -50,7 +50,8 @@ def test_the_cheaper_layout_is_chosen(rows, layout, seconds):
 @pytest.mark.parametrize(("layout", "depths", "seconds"), [
     pytest.param("packed", [500] * 4, 1.5, id="as-measured"),
     pytest.param("packed", [600, 600, 600, 1000], 1.5 + 2e-3 * 200, id="packed-by-the-mean"),
-    pytest.param("packed", [0] * 4, 1.5, id="shallower-is-not-extrapolated"),
+    pytest.param("packed", [400] * 4, 1.5 - 2e-3 * 100, id="shallower-is-cheaper"),
+    pytest.param("packed", [0] * 4, 1.5 / 2, id="by-half-at-most"),
     pytest.param("rectangular", [9000] * 4, 1.4, id="negative-slope-is-noise"),
     pytest.param("packed", [], 1.5, id="unknown"),
 ])
@@ -68,6 +69,14 @@ def test_rectangular_reads_as_many_keys_for_all_as_for_the_deepest():
 def test_drafting_costs_like_the_next_larger_count(requests, slots, seconds):
     assert MEASURED.drafting(requests, slots) == pytest.approx(seconds)
     assert replace(MEASURED, draft={}).drafting(requests, slots) == 0
+
+
+def test_part_of_a_proposal_lies_on_the_line_through_half_of_it():
+    grid = replace(MEASURED, part=0.7)
+    assert [grid.drafting(n, 7, 4) for n in (1, 2, 3, 4)] == pytest.approx([0.5 * x for x in (0.55, 0.7, 0.85, 1.0)])
+    assert grid.drafting(2, 7, 2) == grid.drafting(2, 7) == MEASURED.drafting(2, 7, 4) == 0.5
+    assert replace(MEASURED, part=0.5).drafting(1, 7, 4) == pytest.approx(0.125), "in proportion"
+    assert grid.drafting(0, 7, 4) == grid.drafting(1, 0, 4) == 0
 
 
 def test_what_it_knows():

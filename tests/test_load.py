@@ -5,17 +5,19 @@ The bars hold for 1,200 rounds of every request. The suite runs fewer; MLX_DSPAR
 
 import functools
 import itertools
+import json
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mlx_dspark.schedule import load as sim
-from mlx_dspark.schedule.batch import Line, make_batch_policy
+from mlx_dspark.schedule.batch import BatchFixed, Line, make_batch_policy
 from mlx_dspark.schedule.cost import CostCurve
 from mlx_dspark.schedule.grid import CostGrid
-from mlx_dspark.schedule.simulate import Content, best_fixed, fixed_rate, made_up
+from mlx_dspark.schedule.simulate import Content
 from mlx_dspark.simulate import published_curves, with_draft
 
 ROUNDS = int(os.environ.get("MLX_DSPARK_TEST_LOAD_ROUNDS", 150))
@@ -30,7 +32,7 @@ MADE_UP = {  # relative to one row; the draft costs 5% of it
 }
 CURVES = {**PUBLISHED, **{name: CostCurve(rows, draft={GAMMA: 0.05}) for name, rows in MADE_UP.items()}}
 WORTH_FOLLOWING = [*itertools.product(["rising", "stepped"], LOADS), ("m4pro-27b-4bit", 4),
-                   ("m4pro-9b-bf16-mlx0320", 4), ("m3ultra-mlp-4bit", 4), ("m3ultra-mlp-4bit", 8),
+                   ("m4pro-9b-bf16-mlx0320", 4), ("m4pro-9b-8bit", 8), ("m3ultra-mlp-4bit", 8),
                    ("m5max-70b-4bit", 4)]
 
 
@@ -52,22 +54,44 @@ def run_of(name, requests, text="auto", kind="swinging", rounds=ROUNDS):
 
 # The bars
 
+RECORDED = Path(__file__).parent / "recorded"  # by record_texts.py
+
+
+def recorded(requests):
+    """Every request answers all held-out prompts of the small pair, each from another one on."""
+    with np.load(RECORDED / "texts.npz") as texts:
+        confidences, runs = texts["confidences"].astype(float), texts["runs"]
+    passes = runs[..., None] > np.arange(confidences.shape[-1])
+    order = [np.roll(np.arange(len(runs)), -first * len(runs) // requests) for first in range(requests)]
+    return [Content(np.concatenate(confidences[own]), np.concatenate(passes[own])) for own in order]
+
+
+@pytest.mark.parametrize("requests", LOADS)
+def test_on_recorded_texts_and_measured_costs_auto_is_not_behind(requests):
+    """The bar on what was recorded here, where a clock is too noisy to tell one percent."""
+    grid, contents = CostGrid.from_dict(json.loads((RECORDED / "grid.json").read_text())), recorded(requests)
+    run = sim.replay_load(make_batch_policy("auto", GAMMA, True, grid), contents, grid)
+    best = max((sim.fixed_load(width, contents, grid) for width in range(GAMMA + 1)), key=lambda own: own.rate)
+    told = f"rows {run.rows_per_request:.2f}, parked {run.parked:.2f}"
+    print(f"BAR recorded {requests:2d} {run.rate / best.rate:.3f} of {best.policy}, {told}")
+    assert run.rate >= 0.99 * best.rate, told
+
 
 @pytest.mark.parametrize("kind", ["steady", "swinging"])
 @pytest.mark.parametrize("requests", LOADS)
 @pytest.mark.parametrize("name", CURVES)
 def test_auto_is_never_behind_plain_and_the_best_fixed_width(name, requests, kind):
-    run, (width, best) = run_of(name, requests, kind=kind), sim.best_fixed_load(contents_of(kind, requests),
-                                                                               grid_of(name, requests))
-    told = f"auto {run.rate:.4f}, fixed:{width} {best:.4f}, rows {run.rows_per_request:.2f}, parked {run.parked:.2f}"
-    print(f"BAR {name:24s} {kind:9s} {requests:2d} {run.rate / best:.3f} {told}")
-    assert run.rate >= (0.99 - RUN_IN / ROUNDS) * best, told
+    run = run_of(name, requests, kind=kind)
+    best = sim.best_fixed_load(contents_of(kind, requests), grid_of(name, requests))
+    ratio, told = run.promised_rate / best.promised_rate, f"rows {run.rows_per_request:.2f}, parked {run.parked:.2f}"
+    print(f"BAR {name:24s} {kind:9s} {requests:2d} {ratio:.3f} of {best.policy}, {told}")
+    assert ratio >= 0.99 - RUN_IN / ROUNDS, told
 
 
 @pytest.mark.parametrize(("name", "requests"), WORTH_FOLLOWING)
 def test_where_rows_differ_in_worth_auto_is_ahead(name, requests):
-    best = sim.best_fixed_load(contents_of("swinging", requests), grid_of(name, requests))[1]
-    assert run_of(name, requests).rate >= 1.05 * best
+    best = sim.best_fixed_load(contents_of("swinging", requests), grid_of(name, requests))
+    assert run_of(name, requests).promised_rate >= 1.05 * best.promised_rate
 
 
 @pytest.mark.parametrize("text", ["paper", "search", "lagged", "auto"])
@@ -80,7 +104,7 @@ def test_rows_per_request_shrink_as_load_grows(text):
 
 def test_old_confidences_are_worth_less_than_this_rounds():
     """The order of the paper's forms: budget and ranking old, budget old, neither old."""
-    rates = [run_of("rising", 8, text).rate for text in ("search", "lagged", "paper")]
+    rates = [run_of("rising", 8, text).promised_rate for text in ("search", "lagged", "paper")]
     assert rates == sorted(rates) and rates[0] < 0.95 * rates[-1]
 
 
@@ -89,8 +113,8 @@ def test_where_nothing_pays_everybody_is_parked_and_probes_back_off(requests):
     grid = CostGrid.from_curve(CostCurve({n: float(n) for n in range(1, 200)}, draft={GAMMA: 0.25}), [requests], GAMMA)
     contents = contents_of("swinging", requests, 300)
     run = sim.replay_load(make_batch_policy("auto", GAMMA, True, grid), contents, grid)
-    plain = sim.fixed_load_rate(0, contents, grid)
-    assert run.parked > 0.95 and run.rate > 0.985 * plain
+    plain = sim.fixed_load(0, contents, grid)
+    assert run.parked > 0.95 and run.promised_rate > 0.985 * plain.promised_rate
 
 
 def test_probes_back_off_though_their_rounds_land_late():
@@ -134,10 +158,10 @@ def test_the_second_read_is_not_bought_where_it_is_dear():
     rates = []
     for read in (0.0, 0.3):
         grid = replace(grid_of("rising", 4), read=read)
-        rates.append(sim.replay_load(make_batch_policy("auto", GAMMA, True, grid), contents, grid).rate)
+        rates.append(sim.replay_load(make_batch_policy("auto", GAMMA, True, grid), contents, grid).promised_rate)
     assert 0.93 * rates[0] < rates[1] < rates[0]
-    paid = replace(grid_of("rising", 4), read=0.3)
-    assert rates[1] > 1.05 * sim.replay_load(make_batch_policy("paper", GAMMA, True, paid), contents, paid).rate
+    paper = sim.replay_load(make_batch_policy("paper", GAMMA, True, grid), contents, grid)
+    assert rates[1] > 1.05 * paper.promised_rate
 
 
 @pytest.mark.parametrize("name", ["rising", "stepped"])
@@ -146,7 +170,7 @@ def test_where_looks_are_dear_the_device_ranks_better_than_forecasts(name):
     grid, contents = replace(grid_of(name, 8), read=0.2), contents_of("swinging", 8, 300)
     by_device, by_forecast = (sim.replay_load(make_batch_policy("auto", GAMMA, True, grid, calibrate), contents, grid)
                               for calibrate in (tuple, lambda confidences: tuple(confidences)))
-    assert by_device.rate > 1.02 * by_forecast.rate
+    assert by_device.promised_rate > 1.02 * by_forecast.promised_rate
 
 
 def test_the_device_does_not_rank_where_that_is_dear():
@@ -154,7 +178,8 @@ def test_the_device_does_not_rank_where_that_is_dear():
     for dear in (0.0, 0.1):
         grid = replace(grid_of("rising", 4), read=0.5, rank_request=dear)
         for text in ("auto", "lagged"):
-            rates[text, dear] = sim.replay_load(make_batch_policy(text, GAMMA, True, grid), contents, grid).rate
+            run = sim.replay_load(make_batch_policy(text, GAMMA, True, grid), contents, grid)
+            rates[text, dear] = run.promised_rate
     assert rates["lagged", 0.1] < 0.85 * rates["lagged", 0.0]
     assert 0.97 * rates["auto", 0.0] < rates["auto", 0.1] < rates["auto", 0.0]
 
@@ -177,7 +202,7 @@ def test_slots_that_do_not_pay_are_not_proposed():
     assert np.mean(late) < 4 and GAMMA in late
     whole = make_batch_policy("auto", GAMMA, True, grid)
     whole._propose = lambda drafting, *more: GAMMA if drafting else 0
-    assert run.rate > 1.02 * sim.replay_load(whole, contents, grid).rate
+    assert run.promised_rate > 1.02 * sim.replay_load(whole, contents, grid).promised_rate
 
 
 def test_the_cheaper_layout_is_executed():
@@ -189,7 +214,7 @@ def test_the_cheaper_layout_is_executed():
                                "rectangular": square.only("rectangular")}.items()}
     assert runs["packed"].packed_share == 1 and runs["rectangular"].packed_share == 0
     assert runs["both"].packed_share < 1
-    assert runs["both"].rate >= 0.99 * max(runs["packed"].rate, runs["rectangular"].rate)
+    assert runs["both"].promised_rate >= 0.99 * max(runs["packed"].promised_rate, runs["rectangular"].promised_rate)
 
 
 # The replay itself
@@ -205,27 +230,42 @@ def test_made_up_load_swings_request_by_request():
     assert not any(np.array_equal(a.passes, b.passes) for a in contents for b in other)
 
 
+def walked(content, width, rounds):
+    """Tokens of so many rounds, each of which begins where the last one ended."""
+    place = 0
+    for _ in range(rounds):
+        passes = content.passes[place % len(content), :width]
+        place += 1 + (width if passes.all() else int(passes.argmin()))
+    return place
+
+
 @pytest.mark.parametrize("requests", [1, 3, 8])
 @pytest.mark.parametrize("width", [0, 1, 4, 7])
-def test_a_replay_of_a_fixed_width_equals_the_sum(width, requests):
+def test_texts_wait_for_their_tokens(width, requests):
+    """A fixed width, by the policy and without one, against a walk through every text."""
     grid = replace(grid_of("m5max-70b-4bit", requests), host=0.05, host_request=0.01, read=9.0)
     contents = sim.made_up_load("swinging", requests, 80, 8)
     policy = make_batch_policy(f"fixed:{width}" if width else "plain", GAMMA, True, grid)
     run = sim.replay_load(policy, contents, grid)
-    assert run.rate == pytest.approx(sim.fixed_load_rate(width, contents, grid), rel=1e-12)
+    alike = sim.fixed_load(width, contents, grid)
+    assert run == replace(alike, promised=pytest.approx(alike.promised), seconds=pytest.approx(alike.seconds))
     assert run.rows_per_request == width + 1 and run.parked == float(width == 0)
-    passes = sum(int(np.cumprod(content.passes[:, :width], axis=1).sum()) for content in contents)
-    assert run.tau == pytest.approx(1 + passes / (80 * requests))
+    assert run.tokens == sum(walked(content, width, 80) for content in contents)
     assert (run.requests, run.rounds, run.policy) == (requests, 80, policy.name)
 
 
-def test_one_request_is_the_single_stream():
-    curve, content = CURVES["m4max-30b-4bit"], made_up("swinging", 300, 1000)
-    grid = CostGrid.from_curve(curve, [1], GAMMA)
-    for width in range(GAMMA + 1):
-        assert sim.fixed_load_rate(width, [content], grid) == pytest.approx(fixed_rate(width, content, curve))
-    width, rate = best_fixed(content, curve)
-    assert sim.best_fixed_load([content], grid) == (width, pytest.approx(rate))
+def test_hard_passages_take_most_rounds():
+    """One token in two is hard; of the rounds four in five are, where a whole block passes or none of it."""
+    passes = np.repeat([True, False], 40)[:, None] & np.ones(3, dtype=bool)
+    content = Content(np.where(passes, 0.99, 0.01), passes)
+    seen = []
+
+    class Seeing(BatchFixed):
+        def learn(self, landed):
+            seen.append(landed[0].accepted)
+
+    sim.replay_load(Seeing(3, "fixed:3"), [content], grid_of("rising", 1))
+    assert (seen[:50], sum(seen)) == ([3] * 10 + [0] * 40, 60)
 
 
 def test_reads_are_paid_by_rounds_that_read():

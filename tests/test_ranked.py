@@ -19,7 +19,7 @@ from mlx_dspark.schedule.grid import CostGrid
 from mlx_dspark.schedule.lines import Ranked
 from mlx_dspark.schedule.policies import Fixed
 from mlx_dspark.schedule.ranking import survivals, top
-from mlx_dspark.schedule.refine import Refinement
+from mlx_dspark.schedule.refine import Refinement, shifted
 from mlx_dspark.serve import batch as loop
 from mlx_dspark.serve import ranked as device
 from mlx_dspark.serve.batch import Batch, Follows, Member
@@ -41,19 +41,31 @@ def shared_out(rows, further, **more):
 
 @pytest.mark.parametrize("temperatures", [None, [2.0, 0.7, 1.3]], ids=["raw", "calibrated"])
 @pytest.mark.parametrize("scale", [1.0, 0.6])
-def test_the_device_ranks_as_the_host_does(temperatures, scale):
+@pytest.mark.parametrize("by_request", [False, True], ids=["alike", "by-request"])
+def test_the_device_ranks_as_the_host_does(temperatures, scale, by_request):
     rng, refine = random.Random(7), Refinement()
     refine._log_scale = math.log(scale)
-    given = {"temperatures": tuple(temperatures or ()), "scale": scale}
     found = set()
     for _ in range(60):
         rows = [[rng.gauss(1, 2) for _ in range(rng.randint(1, 7))] for _ in range(rng.randint(2, 6))]
+        shifts, worths = ([draw() for _ in rows] for draw in (lambda: rng.gauss(0, 1), lambda: rng.uniform(0.3, 1.5)))
+        given = {"shifts": tuple(shifts), "worths": tuple(worths)} if by_request else {}
         further = rng.randint(1, sum(map(len, rows)) - 1)
-        seen = [mx.sigmoid(mx.array(own)).tolist() for own in rows]
-        wanted = top([survivals(refine(calibrator(temperatures)(own))) for own in seen], further)
-        assert shared_out(rows, further, **given) == wanted
+        seen = [refine(calibrator(temperatures)(mx.sigmoid(mx.array(own)).tolist())) for own in rows]
+        if by_request:
+            seen = [shifted(own, shift) for own, shift in zip(seen, shifts, strict=True)]
+        weights = worths if by_request else [1.0] * len(rows)
+        wanted = top([[weight * a for a in survivals(own)] for own, weight in zip(seen, weights, strict=True)], further)
+        assert shared_out(rows, further, temperatures=tuple(temperatures or ()), scale=scale, **given) == wanted
         found.add(tuple(wanted))
     assert len(found) > 50
+
+
+def test_shifts_and_worths_change_the_ranking():
+    rows = [[1.0, 1.0], [0.9, 0.9]]  # of four slots, the two best ones
+    assert shared_out(rows, 2) == [1, 1]
+    assert shared_out(rows, 2, shifts=(-2.0, 2.0)) == [0, 2]
+    assert shared_out(rows, 2, worths=(1.0, 0.3)) == [2, 0]
 
 
 def test_temperatures_and_scale_change_the_ranking():

@@ -1,11 +1,11 @@
-"""`auto` across requests: the rate over the run as the price of a second, looking past steps, and parking.
+"""`auto` across requests: every request at its own price of a token, looking past steps, and parking.
 
-The price of a second is lambda, committed tokens of all requests per modelled second, kept per load as a
-multiple of what plain decoding commits there. A slot is verified when it, or some continuation that begins with
-it, brings more tokens than its rows cost; the continuation runs down the ranking of all requests, over slots
-that are seen and forecasts of those that are not:
+Survivals count by what a token of their request is worth (`worth.py`), in tokens of plain decoding, whose rate is the
+price of a second. A slot is verified when it, or some continuation that begins with it, is worth more than its rows
+cost; the continuation runs down the ranking of all requests, over slots that are seen and forecasts of those that are
+not:
 
-    max_k  sum of the k best survivals from here - lambda * (T(rows + k) - T(rows)) > 0,   T the cheaper layout
+    max_k  sum of the k best worths from here - price * (T(rows + k) - T(rows)) > 0,   T the cheaper layout
 
 Which requests draft at all is decided before the draft is paid for: those whose forecast pays for their
 share of the batched proposal. The others are parked one by one, and probe as a single stream does. How many slots
@@ -18,22 +18,24 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ..structs import Round
 from .ahead import Ahead
 from .batch_rate import ByCost, reason
 from .forecast import Forecast
 from .grid import PACKED, RECTANGULAR, CostGrid, Prices
-from .lines import Line, Plan
+from .lines import Known, Line, Plan
 from .parking import PROBE, STAKE, WARM_UP, Mean, Odds, Parking, hoped
 from .ranking import Survivals, climb, search, survivals, top
-from .rate import Calibrate, RunRate
+from .rate import Calibrate
+from .refine import Shift, Spread
+from .worth import MOST, Shares, Work, row_seconds, worths
 
 FULL = 16  # decisions to draft: one in so many proposes the whole block, to see what the last slots are worth
-STAND = 8  # rounds for which a decision may be good
+STAND = 16  # rounds for which a decision may be good
+IDLE = 32  # the same where everybody is parked
 PATIENCE = 1.5  # pauses after which a probe waits no longer for the next decision
 JUDGED = 2  # decisions that stand: one in so many is judged by what its own round shows
 FAMILIAR = 8  # rounds after which a request's own insight counts as much as everybody's
@@ -55,12 +57,12 @@ class Insight(dict[str, dict[bool, Mean]]):
 class Load:
     """What was learned at one count of requests.
 
-    rate: in units of plain decoding at that count. insight: of all requests. deep: by whether rows go to the best of
+    work: what rounds that draft are like. insight: of all requests. deep: by whether rows go to the best of
     what a round shows and by slots, what a request gains a round by proposing so many, its rows paid. stale: tokens
     that all requests lose in a round that goes by a decision STAND rounds old.
     """
 
-    rate: RunRate = field(default_factory=RunRate)
+    work: Work = field(default_factory=Work)
     odds: Odds = field(default_factory=Odds)
     insight: Insight = field(default_factory=Insight)
     deep: dict[tuple[bool, int], Mean] = field(default_factory=lambda: defaultdict(Mean))
@@ -101,6 +103,7 @@ class BatchAuto(ByCost):
 
     def __init__(self, name: str, gamma: int, grid: CostGrid, calibrate: Calibrate = tuple):
         super().__init__(name, gamma, grid, calibrate)
+        self.spread = Spread()
         self._loads: dict[int, Load] = {}
         self._parking: dict[Hashable, Parking] = {}
         self._insights: dict[Hashable, Insight] = {}
@@ -113,7 +116,8 @@ class BatchAuto(ByCost):
         self._landed: list[Mapping[Hashable, Round]] = []  # rounds that nothing was learned from yet
         self._planned: deque[Mapping[Hashable, int]] = deque(maxlen=STAND + 1)  # of the last rounds and the present one
         self._probes_in = math.inf  # rounds until the next probe is due
-        self._lambda = 0.0  # of the last decision
+        self._price = 0.0  # tokens that a second was worth at the last decision
+        self._worths: dict[Hashable, float] = {}  # of a token by request, in tokens of plain decoding
         self.tokens, self.lead = 0, 0.0  # committed, and how many more than plain decoding in the same seconds
 
     @property
@@ -174,7 +178,8 @@ class BatchAuto(ByCost):
     def _adapt(self, decision: Decision, lines: Sequence[Line]) -> Plan:
         """An old decision for those who are there now; of new ones the slots are verified that survive as well."""
         drafts = {line.request: min(decision.planned[line.request], line.proposed) if line.request in decision.planned
-                  else sum(survival >= decision.least for survival in survivals(self.current(line))) for line in lines}
+                  else sum(own >= decision.least for own in self.weighed(line.request, self.current(line)))
+                  for line in lines}
         layout = self.prices(lines).layout(sum(drafts.values()), max(drafts.values()))
         return self._draw_up(decision, lines, Plan(
             drafts, layout, self.name, {line.request: self._reason(line, drafts[line.request]) for line in lines}))
@@ -184,8 +189,11 @@ class BatchAuto(ByCost):
 
         One where somebody looked, probed or saw further than usual, and where not enough was learned. Else those that
         cost least by the round, a decision growing stale in proportion to its age: saved / n + stale n / (2 STAND);
-        but half as many at most where somebody is parked, for that may have to end at once.
+        but a quarter at most where somebody is parked, for that may have to end at once. Where nobody drafts
+        nothing is learned, and all wait for the next probe.
         """
+        if all(line.fixed is None and not line.proposed for line in lines):
+            return min(IDLE, self._probes_in)
         load = self._load(len(lines))
         learned = load.stale.count >= FULL and load.knows_widths
         if not learned and any(line.proposed for line in lines) or not all(
@@ -193,23 +201,23 @@ class BatchAuto(ByCost):
                 and not (line.proposed and self._parking[line.request].why == PROBE)
                 and (self.known[line.request].forecast.rounds > 0 or not line.proposed) for line in lines):
             return 1
-        saved, stale = self._lambda * self.grid.deciding(len(lines)), max(0.0, load.stale.value)
+        saved, stale = self._price * self.grid.deciding(len(lines)), max(0.0, load.stale.value)
         best = math.sqrt(2 * STAND * saved / stale) if stale else STAND if saved else 1
         everybody = all(line.proposed or not line.left for line in lines)
-        return min(best, STAND if everybody else STAND / 2, self._probes_in)
+        return min(best, STAND if everybody else STAND / 4, self._probes_in)
 
     def _ask(self, lines: Sequence[Line]) -> dict[Hashable, int]:
         """Slots of each request."""
         self._begin(lines)
-        price, load = self._price([line.depth for line in lines]), self._load(len(lines))
-        self._lambda = price
-        gains = self._gains(lines, price, load)
+        price, load = self._plain_rate([line.depth for line in lines]), self._load(len(lines))
+        self._price, self._worths = price, self._weigh(lines, price, load.work)
+        gains, together, slots = self._gains(lines, price, load)
         always = sum(line.fixed is not None and self.taken(line) > 0 for line in lines)
-        shares = _Shares(gains.values(), [price * self.grid.drafting(always + more, self._width)
-                                          for more in range(len(gains) + 1)])
+        proposals = [price * self.grid.drafting(always + more, slots, len(lines)) for more in range(len(gains) + 1)]
+        shares = Shares(gains.values(), [proposals[0], *(own + together for own in proposals[1:])])
         values = {request: shares.value(gain) for request, gain in gains.items()}
         self._review(values, load)
-        drafting = self._decide(values, shares, load)
+        drafting = self._decide(values, Shares((), proposals), load)
         self._reads, self._ranks = self._worth_following(drafting, price, load)
         width = self._propose(len(drafting), always, price, load)
         return {line.request: self.slots(line) if line.fixed is not None
@@ -225,8 +233,9 @@ class BatchAuto(ByCost):
         """The lookahead decision where confidences were read; else the best number of rows for those expected, which
         the device gives to the best slots."""
         confidences, taken = [self.current(line) for line in lines], [self.taken(line) for line in lines]
-        rows = [survivals(own) if line.fixed is None else [] for line, own in zip(lines, confidences, strict=True)]
-        price, prices = self._lambda, self.prices(lines)
+        rows = [self.weighed(line.request, own) if line.fixed is None else []
+                for line, own in zip(lines, confidences, strict=True)]
+        price, prices = self._price, self.prices(lines)
         chosen = [line for line in lines if line.proposed and line.fixed is None]
         looks = any(line.confidences is not None for line in chosen)
         if chosen:
@@ -269,26 +278,68 @@ class BatchAuto(ByCost):
         self._account(list(rounds.values()), depths)
         self._judge(rounds, {r: own for r, own in seen.items() if not self.known[r].fixed}, depths)
         super().learn_confidences(landed, seen)
+        self._learn_flags(rounds, seen)
         self._fresh |= {request: landed[request].schedule.reason == PROBE for request in seen}
+
+    def _learn_flags(self, rounds: Mapping[Hashable, Round], seen: Mapping[Hashable, Sequence[float]]) -> None:
+        """What each text's confidences are off by; of rounds whose confidences nobody heard, what was expected."""
+        for request, one in rounds.items():
+            if one.finish is None and request in self.known:  # after a cut, the next draft may have been right
+                known, verified = self.known[request], one.rows - 1
+                known.forecast.age = one.index - known.observed
+                expected = seen.get(request) or (known.forecast.expected() if verified else ())
+                known.judge(expected[:verified], one.accepted, verified)
+
+    def greet(self) -> Known:
+        """With a shift, whose size is learned from all."""
+        return replace(super().greet(), shift=Shift(self.spread))
 
     # Before the draft
 
-    def _gains(self, lines: Sequence[Line], price: float, load: Load) -> dict[Hashable, float]:
-        """Tokens that drafting is expected to gain for each request, its rows paid, its draft not yet.
+    def _weigh(self, lines: Sequence[Line], price: float, work: Work) -> dict[Hashable, float]:
+        """What a token of each request is worth; nothing is known of it before somebody has drafted."""
+        open_lines, requests, prices = self._open(lines), len(lines), self.prices(lines)
+        if not work.rounds or not open_lines:
+            return {}
+        row = row_seconds(prices, round(work.rows), sum(map(self.taken, lines)), requests)
+        base = work.base(prices, row, requests) / requests
+        whole = self.grid.drafting(len(open_lines), self._width, requests)
+        proposal = max(0.0, whole - work.proposal) / len(open_lines)
+        last = self._decision
+        return worths({line.request: survivals(self._asked(line)) for line in open_lines},
+                      {line.request: last.slots.get(line.request, last.width) for line in open_lines},
+                      1 / price, base, proposal, row)
+
+    def worth(self, request: Hashable) -> float:
+        """As `_weigh` found before the round."""
+        return self._worths.get(request, 1.0)
+
+    def _gains(self, lines: Sequence[Line], price: float, load: Load) -> tuple[dict[Hashable, float], float, int]:
+        """(what drafting is expected to gain for each request, its rows paid, its draft not yet; what the rows cost
+        together beyond that; how many slots are of use), in tokens.
 
         A round is worth more than the best plan for its expected confidences, because the plan can still follow
         what is seen: that much is learned from past rounds.
         """
-        open_lines = [line for line in lines if line.fixed is None and self.slots(line)]
-        rows = {line.request: survivals(self._hopes(line)[: min(self._width, self.slots(line))]) for line in open_lines}
+        rows = {line.request: self.weighed(line.request, self._asked(line)) for line in self._open(lines)}
         taken, prices = [self.taken(line) for line in lines], self.prices(lines)
         drafts = _most_valuable([rows.get(line.request, []) for line in lines], taken, prices, price)
-        row = price * _row_seconds(prices, taken, drafts)
+        average = price * _average_seconds(prices, taken, drafts)
+        row = min(average, price * row_seconds(prices, sum(drafts), sum(taken), len(lines)))
         costs = {RANK: self.grid.ranking(len(lines)), LOOK: self.grid.reading(len(lines))}
         costs = {what: price * seconds / max(1, len(rows)) for what, seconds in costs.items()}
-        return {line.request: sum(rows[line.request][:count]) - row * count
-                + max(0.0, self._follows(line.request, load, costs))
-                for line, count in zip(lines, drafts, strict=True) if line.request in rows}
+        gains = {line.request: sum(rows[line.request][:count]) - row * count
+                 + max(0.0, self._follows(line.request, load, costs))
+                 for line, count in zip(lines, drafts, strict=True) if line.request in rows}
+        return gains, (average - row) * (sum(drafts) - sum(taken)), max(drafts) or self._width
+
+    def _open(self, lines: Sequence[Line]) -> list[Line]:
+        """Those for whom drafting is the scheduler's to choose."""
+        return [line for line in lines if line.fixed is None and self.slots(line)]
+
+    def _asked(self, line: Line) -> list[float]:
+        """Expected confidences of the slots that would be proposed."""
+        return self._hopes(line)[: min(self._width, self.slots(line))]
 
     def _follows(self, request: Hashable, load: Load, costs: Mapping[str, float]) -> float:
         """Tokens gained by following what a round shows, in the way that gains most (a look, where it is free)."""
@@ -310,7 +361,7 @@ class BatchAuto(ByCost):
                 load.odds.gained(values[request])
         self._fresh.clear()
 
-    def _decide(self, values: Mapping[Hashable, float], shares: _Shares, load: Load) -> set[Hashable]:
+    def _decide(self, values: Mapping[Hashable, float], shares: Shares, load: Load) -> set[Hashable]:
         """Which requests draft."""
         drafting = set()
         for request, value in values.items():
@@ -334,14 +385,17 @@ class BatchAuto(ByCost):
                 drafting.add(request)
             else:
                 parking.park(-values[request])
-                pause = load.odds.pause(cost)
-                if parking.parked < pause:  # else it is due, and the run cannot afford it yet
-                    self._probes_in = min(self._probes_in, PATIENCE * pause - parking.parked)
+                rounds = max(PATIENCE * load.odds.pause(cost) - parking.parked, self._affords(staked + cost + 1))
+                self._probes_in = min(self._probes_in, rounds)
         return drafting
 
     def _may_lose(self, tokens: float) -> bool:
         """Whether losing this much leaves the run ahead of plain decoding, or behind by the stake at most."""
         return self.lead - tokens >= -STAKE * self.tokens
+
+    def _affords(self, tokens: float) -> float:
+        """Rounds without drafts after which it may lose this much."""
+        return (tokens - self.lead - STAKE * self.tokens) / (STAKE * len(self.known))
 
     def _worth_following(self, drafting: set[Hashable], price: float, load: Load) -> tuple[bool, bool]:
         """(whether to look into this round, whether else to let the device rank): what brings more than it costs."""
@@ -363,7 +417,7 @@ class BatchAuto(ByCost):
 
             def gain(slots: int) -> float:
                 by_forecasts, followed = (drafting * load.deep[follows, slots].value for follows in (False, True))
-                proposal = self.grid.drafting(always + drafting, slots)
+                proposal = self.grid.drafting(always + drafting, slots, len(self.known))
                 return max(by_forecasts - price * proposal, followed - price * (proposal + following))
 
             self._width = max(range(1, self.gamma + 1), key=gain)  # the fewest of those that gain as much
@@ -389,11 +443,12 @@ class BatchAuto(ByCost):
     def _account(self, rounds: Sequence[Round], depths: Sequence[int]) -> None:
         """Tokens and modelled seconds of a round; not of deciding, which no probe is to blame for."""
         asked = [one.proposed for one in rounds if one.proposed]
-        seconds = (self.grid.cheaper([one.rows for one in rounds], depths)[1] + self.grid.around(len(rounds))
-                   + self.grid.drafting(len(asked), max(asked, default=0))
-                   + (self._following(len(rounds)) if asked else 0.0))
+        proposal = self.grid.drafting(len(asked), max(asked, default=0), len(rounds))
+        other = self.grid.around(len(rounds)) + (self._following(len(rounds)) if asked else 0.0)
+        seconds = self.grid.cheaper([one.rows for one in rounds], depths)[1] + proposal + other
         tokens, plain = sum(len(one.tokens) for one in rounds), seconds * self._plain_rate(depths)
-        self._load(len(rounds)).rate.add(tokens, plain)
+        if len(asked) >= MOST * len(rounds):
+            self._load(len(rounds)).work.add(sum(one.rows for one in rounds) - len(rounds), proposal, other)
         self.tokens += tokens
         self.lead += tokens - plain
 
@@ -415,20 +470,21 @@ class BatchAuto(ByCost):
             return
         confidences = [seen.get(request, ()) for request in rounds]
         forecasts = [self.known[request].forecast if request in seen else self._typical for request in rounds]
-        rows = list(map(survivals, confidences))
+        rows = list(map(self.weighed, rounds, confidences))
         taken = [0 if request in seen else one.rows - 1 for request, one in rounds.items()]
-        price, load = self._price(depths), self._load(len(rounds))
+        price, load = self._plain_rate(depths), self._load(len(rounds))
         prices = self.grid.prices(len(rounds), max(self.gamma, *taken), depths)
         looked = [one.rows - 1 for one in rounds.values()] if self._looked else (
             self._look(rows, confidences, forecasts, taken, prices, price))
-        expected = [survivals(one.expected()[: len(own)]) for one, own in zip(forecasts, rows, strict=True)]
+        expected = [self.weighed(request, one.expected()[: len(own)])
+                    for request, one, own in zip(rounds, forecasts, rows, strict=True)]
         planned = _most_valuable(expected, taken, prices, price)
         ranked = self._ranked(planned, rows, taken, prices)
-        row = price * _row_seconds(prices, taken, looked)
+        row = price * _average_seconds(prices, taken, looked)
         self._learn_staleness(load, list(rounds), planned, rows, taken, prices, row)
         seconds = prices.seconds(sum(looked), max(looked)) - prices.seconds(sum(planned), max(planned))
         shared = (price * seconds - row * (sum(looked) - sum(planned))) / len(seen)
-        proposal = price * self.grid.drafting(len(seen), self._width) / len(seen)
+        proposal = price * self.grid.drafting(len(seen), self._width, len(rounds)) / len(seen)
         if max(map(len, rows)) == self.gamma:
             self._learn_depth(load, rows, expected, taken, prices, price)
         for request, own, forecast, *widths in zip(rounds, rows, forecasts, planned, ranked, looked, strict=True):
@@ -484,40 +540,10 @@ class BatchAuto(ByCost):
     def _load(self, requests: int) -> Load:
         return self._loads.setdefault(self.grid.load(requests), Load())
 
-    def _price(self, depths: Sequence[int]) -> float:
-        """lambda at this load."""
-        return self._load(len(depths)).rate.value(1.0) * self._plain_rate(depths)
-
     def _plain_rate(self, depths: Sequence[int]) -> float:
         """Tokens per second of plain decoding for so many requests."""
         count = len(depths)
         return count / (self.grid.cheaper([1] * count, depths)[1] + self.grid.around(count))
-
-
-class _Shares:
-    """Who pays what of a batched proposal, in tokens: as many requests draft as together gain most.
-
-    costs: of a proposal for so many more requests.
-    """
-
-    def __init__(self, gains: Iterable[float], costs: Sequence[float]):
-        # What was measured cheaper for more requests is no dearer for fewer.
-        self._costs = costs = list(accumulate(reversed(costs), min))[::-1]
-        ordered = sorted(gains, reverse=True)
-        self.chosen, total, best = 0, 0.0, -costs[0]
-        for count, gain in enumerate(ordered, start=1):
-            total += gain
-            if total - costs[count] > best:
-                self.chosen, best = count, total - costs[count]
-        self._least = ordered[self.chosen - 1] if self.chosen else float("inf")
-
-    def value(self, gain: float) -> float:
-        """Of drafting, its share paid: positive for those who draft."""
-        return gain - self.next_to(self.chosen - 1 if gain >= self._least else self.chosen)
-
-    def next_to(self, drafting: int) -> float:
-        """What one more request costs beside so many."""
-        return self._costs[min(drafting + 1, len(self._costs) - 1)] - self._costs[drafting]
 
 
 def _most_valuable(rows: Survivals, taken: Sequence[int], prices: Prices, price: float) -> list[int]:
@@ -531,7 +557,7 @@ def _best(rows: Survivals, taken: Sequence[int], planned: Sequence[int]) -> list
     return [fixed or own for fixed, own in zip(taken, best, strict=True)]
 
 
-def _row_seconds(prices: Prices, taken: Sequence[int], drafts: Sequence[int]) -> float:
+def _average_seconds(prices: Prices, taken: Sequence[int], drafts: Sequence[int]) -> float:
     """What a chosen row costs on average."""
     rows = sum(drafts) - sum(taken)
     more = prices.seconds(sum(drafts), max(drafts)) - prices.seconds(sum(taken), max(taken))

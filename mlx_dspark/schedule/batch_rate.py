@@ -11,7 +11,7 @@ from .grid import RECTANGULAR, CostGrid, Prices
 from .lines import Known, Line, Plan, Ranked
 from .ranking import survivals, top
 from .rate import Calibrate
-from .refine import Refinement
+from .refine import Refinement, scaled, shifted
 from .scaling import temperatures_of
 
 
@@ -27,7 +27,7 @@ class ByCost:
         self.temperatures = temperatures_of(calibrate)
         self.refine = Refinement()
         self.known: dict[Hashable, Known] = {}
-        self._typical = Forecast(self.gamma)  # of the request that was seen longest: what new ones start from
+        self._typical = Forecast(self.gamma)  # of all requests: what new ones start from
 
     @property
     def reads_confidence(self) -> bool:
@@ -59,8 +59,9 @@ class ByCost:
         for request, one in landed.items():
             if one.rows and one.confidences and request in self.known:
                 given = self.calibrate(one.confidences)[: self.gamma]
-                seen[request] = self.refine(given)
-                self.refine.learn(given, one.accepted, one.rows - 1)
+                seen[request] = self.known[request].shift(self.refine(given))
+                if one.finish is None:  # a text that was cut does not tell whether the next draft was right
+                    self.refine.learn(given, one.accepted, one.rows - 1)
         self.learn_confidences(landed, seen)
 
     def learn_confidences(self, landed: Mapping[Hashable, Round], seen: Mapping[Hashable, Sequence[float]]) -> None:
@@ -68,15 +69,17 @@ class ByCost:
         for request, confidences in seen.items():
             known = self.known[request]
             known.observe(landed[request].index, confidences)
-            if known.forecast.rounds >= self._typical.rounds:
-                self._typical = known.forecast
+            self._typical.pool(shifted(confidences, -known.shift.value), known.forecast, len(landed[request].tokens))
 
     def begin(self, lines: Sequence[Line]) -> None:
         """A round begins: forget who has left, greet who is new."""
-        self.known = {line.request: self.known.get(line.request) or Known(self._typical.for_another_text())
-                      for line in lines}
+        self.known = {line.request: self.known.get(line.request) or self.greet() for line in lines}
         for line in lines:
             self.known[line.request].begin(line.fixed is not None)
+
+    def greet(self) -> Known:
+        """What is known of a new request."""
+        return Known(self._typical.for_one_of_many())
 
     def slots(self, line: Line) -> int:
         """The most drafts of a request."""
@@ -90,7 +93,17 @@ class ByCost:
         """Confidences of this round, those by past rounds where they were not read."""
         if line.confidences is None:
             return self.expected(line)[: line.proposed]
-        return self.refine(self.calibrate(line.confidences))[: line.proposed]
+        own = self.refine(self.calibrate(line.confidences))[: line.proposed]
+        return self.known[line.request].shift(own)
+
+    def worth(self, request: Hashable) -> float:
+        """Of a token of this request beside those of others."""
+        return 1.0
+
+    def weighed(self, request: Hashable, confidences: Sequence[float]) -> list[float]:
+        """Survivals by what a token of the request is worth."""
+        own = self.worth(request)
+        return [own * survival for survival in survivals(confidences)]
 
     def prices(self, lines: Sequence[Line]) -> Prices:
         """Seconds of the verify forwards among which is chosen."""
@@ -105,7 +118,7 @@ class ByCost:
     def overhead(self, lines: Sequence[Line]) -> float:
         """Seconds of a round apart from its verify forward."""
         asked = [line.proposed for line in lines if line.proposed]
-        return self.grid.drafting(len(asked), max(asked, default=0)) + self.grid.around(len(lines))
+        return self.grid.drafting(len(asked), max(asked, default=0), len(lines)) + self.grid.around(len(lines))
 
     def plan(
         self, lines: Sequence[Line], confidences: Sequence[Sequence[float]], drafts: Sequence[int],
@@ -133,16 +146,22 @@ class ByCost:
         if plan.layout == RECTANGULAR or len(ranked) < 2 or further in (0, sum(ranked.values())):
             return plan
         return replace(plan, drafts={**plan.drafts, **ranked},
-                       ranked=Ranked(tuple(ranked), further, self.temperatures or (), self.refine.scale))
+                       ranked=Ranked(tuple(ranked), further, self.temperatures or (), self.refine.scale,
+                                     tuple(self.known[request].shift.value for request in ranked),
+                                     tuple(self.worth(request) for request in ranked)))
 
     def share_out(self, plan: Plan, lines: Sequence[Line]) -> Plan:
         """The device's part, by this round's confidences on the host: its reference, for replays and where temperatures
         do not say how confidences are corrected."""
         if plan.ranked is None:
             return plan
-        by_request = {line.request: self.current(line) for line in lines}
-        best = top([survivals(by_request[request]) for request in plan.ranked.requests], plan.ranked.further)
-        drafts = {**plan.drafts, **dict(zip(plan.ranked.requests, best, strict=True))}
+        ranked, by_request = plan.ranked, {line.request: self.current(line) for line in lines}
+        given = {line.request: self.calibrate(line.confidences or ())[: line.proposed] for line in lines}
+        rows = []
+        for request, shift, worth in zip(ranked.requests, ranked.shifts, ranked.worths, strict=True):
+            by_request[request] = shifted(scaled(given[request], ranked.scale), shift)
+            rows.append([worth * survival for survival in survivals(by_request[request])])
+        drafts = {**plan.drafts, **dict(zip(ranked.requests, top(rows, ranked.further), strict=True))}
         known = self.plan(lines, [by_request[line.request] for line in lines], [drafts[line.request] for line in lines],
                           [plan.reasons[line.request] for line in lines])
         return replace(known, layout=plan.layout, seconds=plan.seconds)

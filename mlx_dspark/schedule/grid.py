@@ -59,6 +59,7 @@ class CostGrid:
     Either may be empty: that layout is then never chosen. Both are at context depth `depth` (positions).
     packed_slope, rectangular_slope: by the same pairs, seconds more per further position of every request.
     draft: one batched proposal by (requests that draft, slots each); empty costs nothing.
+    part: what a proposal for half of the requests takes, over one for all; 0 where that was not measured.
     host: per round, everything that is not a forward. host_request: the same, more per request.
     read: what a look at the round's confidences adds to it. read_request: the same, more per request.
     rank_request: what the device's sharing out of rows adds to a round, per request. decide_request: the same of
@@ -74,6 +75,7 @@ class CostGrid:
     packed_slope: Mapping[Pair, float] = field(default_factory=dict)
     rectangular_slope: Mapping[Pair, float] = field(default_factory=dict)
     draft: Mapping[Pair, float] = field(default_factory=dict)
+    part: float = 0.0
     host: float = 0.0
     host_request: float = 0.0
     read: float = 0.0
@@ -90,6 +92,8 @@ class CostGrid:
         for name in SECONDS:
             if not 0 <= getattr(self, name) < math.inf:
                 raise FormatError(f"a cost grid has {name} = {getattr(self, name)!r} seconds: measure it again")
+        if not 0 <= self.part <= 1:
+            raise FormatError(f"a cost grid has part = {self.part!r}, a share: measure it again")
         for name in ("packed_slope", "rectangular_slope"):
             if not all(map(math.isfinite, getattr(self, name).values())):
                 raise FormatError(f"a cost grid has a {name} that is no number: measure it again")
@@ -149,9 +153,18 @@ class CostGrid:
         return Prices(self._prices(PACKED, requests, requests * most, depths),
                       self._prices(RECTANGULAR, requests, most, depths))
 
-    def drafting(self, requests: int, slots: int) -> float:
-        """Seconds of one batched proposal: this many tokens for each of so many requests."""
-        return self._table("draft").price(requests, slots) if self.draft and requests and slots else 0.0
+    def drafting(self, requests: int, slots: int, among: int = 0) -> float:
+        """Seconds of one batched proposal: this many tokens for each of so many requests.
+
+        among: how many take part in the round. Where a proposal for half of them was measured, others lie on the line
+        through it and the one for all: timings of other counts are of another minute, and of rounds of so many alone.
+        """
+        if not (self.draft and requests and slots):
+            return 0.0
+        if self.part and requests < among:
+            share = max(requests / among, 1 - 2 * (1 - self.part) * (1 - requests / among))
+            return share * self._table("draft").price(among, slots)
+        return self._table("draft").price(requests, slots)
 
     def around(self, requests: int) -> float:
         """Host seconds of a round."""
@@ -173,7 +186,7 @@ class CostGrid:
         """As JSON; a table is {requests: {count: seconds}}."""
         tables = {name: {str(n): {str(m): seconds for m, seconds in row.items()}
                          for n, row in _by_requests(getattr(self, name)).items()} for name in TABLES}
-        return {**tables, "depth": self.depth, **{name: getattr(self, name) for name in SECONDS},
+        return {**tables, "depth": self.depth, "part": self.part, **{name: getattr(self, name) for name in SECONDS},
                 "about": dict(self.about)}
 
     @classmethod
@@ -184,7 +197,8 @@ class CostGrid:
                 {(int(n), int(m)): float(seconds) for n, row in facts.get(name, {}).items()
                  for m, seconds in row.items()} for name in TABLES)
             return cls(packed, rectangular, int(facts.get("depth", 0)), packed_slope, rectangular_slope, draft,
-                       **{name: float(facts.get(name, 0)) for name in SECONDS}, about=dict(facts.get("about", {})))
+                       **{name: float(facts.get(name, 0)) for name in ("part", *SECONDS)},
+                       about=dict(facts.get("about", {})))
         except (AttributeError, TypeError, ValueError, OverflowError) as error:
             if isinstance(error, FormatError):
                 raise
@@ -236,12 +250,12 @@ class CostGrid:
         return self._entries[key]
 
     def _at_depth(self, layout: str, seconds: float, slope: float, depths: Sequence[int]) -> float:
-        return seconds + slope * self._further(layout, depths) if depths and slope else seconds
+        return _moved(seconds, slope * self._further(layout, depths)) if depths and slope else seconds
 
     def _further(self, layout: str, depths: Sequence[int]) -> float:
-        """Positions beyond the grid's (shallower requests are priced like it): packed attention reads each owner's
-        keys, rectangular as many for all as for the deepest."""
-        return max(0.0, (sum(depths) / len(depths) if layout == PACKED else max(depths)) - self.depth)
+        """Positions beyond the grid's, or short of it: packed attention reads each owner's keys, rectangular as many
+        for all as for the deepest."""
+        return (sum(depths) / len(depths) if layout == PACKED else max(depths)) - self.depth
 
     def _prices(self, layout: str, requests: int, most: int, depths: Sequence[int]) -> Sequence[float]:
         if layout not in self.layouts:
@@ -255,7 +269,7 @@ class CostGrid:
         if not depths or not any(slopes):
             return seconds
         further = self._further(layout, depths)
-        return [base + slope * further for base, slope in zip(seconds, slopes, strict=True)]
+        return [_moved(base, slope * further) for base, slope in zip(seconds, slopes, strict=True)]
 
 
 TABLES = ("packed", "rectangular", "packed_slope", "rectangular_slope", "draft")
@@ -280,6 +294,11 @@ class _Table:
         counts = self._counts[load]
         at = counts[min(bisect_left(counts, wanted), len(counts) - 1)]
         return self.known[load][at] * over * max(1.0, wanted / at)
+
+
+def _moved(seconds: float, by: float) -> float:
+    """A price at another depth; at most halved, however steep noise has made the slope."""
+    return max(seconds / 2, seconds + by)
 
 
 def _by_requests(table: Mapping[Pair, float]) -> dict[int, dict[int, float]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ..structs import Schedule
 from .forecast import Forecast
+from .refine import Shift
 
 LAG = 2  # rounds between confidences and the budget they decide (paper, section 5.2)
 
@@ -34,14 +35,17 @@ class Ranked:
     """Rows that go to the slots which survive best in this round, worked out by the device without a host read.
 
     requests: whose slots are ranked, in order. further: how many of their best slots are verified, all together.
-    temperatures, scale: how their confidences are corrected first: sigmoid(scale * logit / temperature of the slot),
-    with 1 for slots without a temperature.
+    temperatures, scale, shifts: how their confidences are corrected first, by slot, all, and by request:
+    sigmoid(scale * logit / temperature + shift), with 1 for slots without a temperature. worths: of a token by request,
+    by which survivals count. Without shifts and worths: none, and all the same.
     """
 
     requests: tuple[Hashable, ...]
     further: int
     temperatures: tuple[float, ...] = ()
     scale: float = 1.0
+    shifts: tuple[float, ...] = ()
+    worths: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class Known:
 
     begun: index of its present round. observed: index of the last one whose confidences were learned from.
     old: the last confidences, oldest first. fixed: its drafts are not the scheduler's to choose.
+    shift: what its confidences are off by; the forecast is of shifted ones.
     """
 
     forecast: Forecast
@@ -78,6 +83,7 @@ class Known:
     observed: int = 0
     old: list[Sequence[float]] = field(default_factory=list)
     fixed: bool = False
+    shift: Shift = field(default_factory=Shift)
 
     def begin(self, fixed: bool) -> None:
         """A round of it begins."""
@@ -90,3 +96,7 @@ class Known:
         self.forecast.age, self.observed = index - self.observed, index
         self.forecast.observe(confidences)
         self.old = [*self.old[1 - LAG :], confidences]
+
+    def judge(self, expected: Sequence[float], accepted: int, verified: int) -> None:
+        """Learn from the accept flags of a finished round."""
+        self.forecast.move(self.shift.learn(expected, accepted, verified))

@@ -18,13 +18,15 @@ def share_out(logits: Sequence[mx.array], ranked: Ranked) -> mx.array:
     """Drafts of each request when the best slots of all are verified, int32 [B]; they add up to `ranked.further`.
 
     logits: confidence logits of each request's proposal [1, n_b]. Equal survivals go by slot, then by request.
-    Whatever the logits are (also NaN), a request's slots are a prefix and the sum is right.
+    Survivals count by their request's worth. Whatever the logits are (also NaN), a request's slots are a prefix and the
+    sum is right.
     """
     lengths, requests = [own.shape[1] for own in logits], len(logits)
     slots = max(lengths)
     raw = mx.concatenate([mx.pad(own, [(0, 0), (0, slots - n)]) for own, n in zip(logits, lengths, strict=True)])
     there = mx.arange(slots) < mx.array(lengths)[:, None]  # [B, N]
-    survival = mx.where(there, survivals(raw, ranked), -1).T.flatten()  # [N * B], slot by slot
+    survival = survivals(raw, ranked) * mx.array(ranked.worths or (1.0,))[:, None]  # [B, N]
+    survival = mx.where(there, survival, -1).T.flatten()  # [N * B], slot by slot
     place = mx.arange(slots * requests)
     ahead = (survival > survival[:, None]) | ((survival == survival[:, None]) & (place < place[:, None]))
     admitted = ahead.sum(axis=1) < ranked.further
@@ -44,7 +46,8 @@ def _corrected(logits: mx.array, ranked: Ranked) -> mx.array:
         limits = mx.array([_most(scaling.CLAMP) if slot < known else math.inf for slot in range(slots)])
         logits = mx.clip(logits, -limits, limits) / temperatures
     most = _most(refine.CLAMP)
-    return mx.clip(logits, -most, most) * ranked.scale
+    logits = mx.clip(logits, -most, most) * ranked.scale
+    return mx.clip(logits, -most, most) + mx.array(ranked.shifts)[:, None] if ranked.shifts else logits
 
 
 def _most(clamp: float) -> float:
