@@ -189,12 +189,35 @@ def test_rounds_are_priced_beside_their_forwards(monkeypatch):
     tick(costs.Batch, "step", lambda args: 3.0)
     grid = CostGrid({(3, rows): 10.0 + rows for rows in range(3, 25)})
     expected = Around(host=3.0, surplus={width: 3 * width + 2.0 * width for width in range(1, 8)}, further=12.0,
-                      read=0.5, rank=3 * 3, decide=0.25)
+                      read=0.5, rank=3 * 3, decide=0.25, part=1.0)
     assert costs.measure_around(pair, 3, grid) == expected
     alone = pair_of(build_model("qwen3"), None)
     assert costs.measure_around(alone, 3, grid) == Around(host=3.0)
     slower = replace(grid, packed={key: 2 * seconds for key, seconds in grid.packed.items()})
     assert costs.measure_around(alone, 3, slower) == Around(host=6.0), "in the grid's seconds"
+
+
+def test_rounds_of_the_loop_begin_at_the_depth_of_the_forwards(monkeypatch):
+    """In the target's caches and in the drafts' contexts, most of it made up."""
+    joined, join = [], batch.Batch.join
+    monkeypatch.setattr(costs.Batch, "join", lambda self, member, flight: (
+        joined.append((member.run.cache.offset, member.run)), join(self, member, flight)))
+    step = costs._rounds(embedded_pair(), 2, costs.BatchFixed(3, "fixed"))
+    assert [offset for offset, _ in joined] == [len(costs.PROMPT)] * 2 and len(costs.PROMPT) >= costs.NEAR
+    step()
+    for _, run in joined:
+        committed = run.cache.offset
+        assert committed > len(costs.PROMPT)
+        assert run.context.waiting + run.context.caches[0].length == committed
+
+
+def test_a_proposal_for_half_of_the_requests_has_its_share():
+    """Rows less what they cost: of one row for each of four, and for two of them."""
+    grid = CostGrid({(4, rows): 10.0 + rows for rows in range(4, 33)})
+    assert costs._share(grid, 4, 2.0 + 7.0, 4.0 + 10.0) == pytest.approx(0.7)
+    assert costs._share(grid, 4, 2.0 + 3.0, 4.0 + 10.0) == 0.5, "a request costs no more beside few than beside many"
+    assert costs._share(grid, 4, 2.0 + 11.0, 4.0 + 10.0) == 1.0
+    assert costs._share(grid, 4, 0.0, 0.0) == costs._share(grid, 4, 3.0, 4.0) * 0 == 0.0, "nothing to go by"
 
 
 def test_rounds_are_timed_by_turns_in_random_order_and_texts_begin_anew(monkeypatch):

@@ -7,7 +7,7 @@ decision how many rows each request gets.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -170,10 +170,17 @@ class Batch:
         return landed
 
 
-def join_at_once(batch: Batch, number: int, prompt: Sequence[int], max_tokens: int | None = None) -> None:
-    """Run the whole prompt of a greedy request and take it in; for measurements, where nobody waits meanwhile."""
+def join_at_once(
+    batch: Batch, number: int, prompt: Sequence[int], max_tokens: int | None = None,
+    begin: Callable[[Run], None] = lambda run: None,
+) -> None:
+    """Run the whole prompt of a greedy request and take it in; for measurements, where nobody waits meanwhile.
+
+    begin: what is done to the request's state before.
+    """
     options = DecodeOptions(make_rule(Sampling()), Follows(batch.policy.name), max_tokens)
     member = Member(number, Run(batch.pair, prompt, options), prompt, None)
+    begin(member.run)
     *_, flight = member.steps
     batch.join(member, flight)
 

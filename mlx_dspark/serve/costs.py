@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
 
+from ..decode import Run
 from ..draft import propose_many
 from ..profile import REPEATS, Timing, evened, timed, timing_of
 from ..sampling import make_rule
@@ -41,7 +42,7 @@ LOOP_ROUNDS = 64
 LOOP_TEXT = 16  # rounds after which the texts of the loop begin anew, so that none is much deeper than the others
 SURE = 5  # errors by which a layout must be cheaper
 REACH = 2  # neighbours on either side whose line says where a timing should be
-PROMPT = (0,) * 64  # of the rounds of the loop
+PROMPT = (0,) * (NEAR + 8)  # of the rounds of the loop; all but the end of it is made up
 
 
 class Forwards(Protocol):
@@ -103,7 +104,7 @@ def measure_grid(
     about = {**curve.about, "measured": time.strftime("%Y-%m-%d %H:%M:%S"), "short": short}
     grid = CostGrid(
         tables[PACKED], tables.get(RECTANGULAR, {}), near, tables.get(f"{PACKED}_slope", {}),
-        tables.get(f"{RECTANGULAR}_slope", {}), tables.get(DRAFT, {}), curve.host, read=curve.read, about=about)
+        tables.get(f"{RECTANGULAR}_slope", {}), tables.get(DRAFT, {}), host=curve.host, read=curve.read, about=about)
     return grid if _has_use_for_rectangles(grid, errors) else grid.only(PACKED)
 
 
@@ -121,7 +122,8 @@ class Around:
     host: what a plain one takes beside its forward. surplus: by slots, what proposing and verifying so many of each
     adds to a plain one. further: what proposing whole blocks adds to proposing one slot of each, one being verified.
     read: what a look at the confidences adds to a drafting round. rank: what the device's sharing out of half the rows
-    adds to a round with as many. decide: what `auto` adds by working out a decision, which is then not followed.
+    adds to a round with as many. part: what a proposal for half of the requests takes over one for all, 0 where it was
+    not measured. decide: what `auto` adds by working out a decision, which is then not followed.
     """
 
     host: float
@@ -130,6 +132,7 @@ class Around:
     read: float = 0.0
     rank: float = 0.0
     decide: float = 0.0
+    part: float = 0.0
 
 
 def measure_around(pair: Pair, requests: int, grid: CostGrid, short: bool = False) -> Around:
@@ -140,12 +143,14 @@ def measure_around(pair: Pair, requests: int, grid: CostGrid, short: bool = Fals
     policies |= {width: BatchFixed(width, "fixed") for width in widths}
     if gamma:
         policies["wide"] = _First(gamma, "fixed")
+    if gamma and requests > 1:
+        policies["part"] = _Part(gamma, "fixed")
     if gamma and pair.draft.has_confidence:
         policies["looked"] = BatchFixed(gamma, "fixed", reads_confidence=True)
         policies["half"] = _Half(gamma, "fixed")
         policies["ranked"] = _Ranked(gamma, "fixed")
         policies["decided"] = _Decided(gamma, "fixed", uses_confidence=True, decides=BatchAuto("auto", gamma, grid))
-    forward = partial(Together(pair, requests, len(PROMPT)).verify, PACKED, [1] * requests)
+    forward = partial(Together(pair, requests, NEAR).verify, PACKED, [1] * requests)
     seconds = _by_turns({"forward": lambda: forward} | {
         name: partial(_rounds, pair, requests, policy) for name, policy in policies.items()
     }, SHORT_SECONDS if short else None)
@@ -161,7 +166,18 @@ def measure_around(pair: Pair, requests: int, grid: CostGrid, short: bool = Fals
         host=more("plain", "forward"),
         surplus={width: max(0.0, unit * own.median) for width, own in surplus.items()},
         further=more("wide", 1), read=more("looked", gamma), rank=more("ranked", "half"),
-        decide=more("decided", gamma))
+        decide=more("decided", gamma), part=_share(grid, requests, more("part", "plain"), more("wide", "plain")))
+
+
+def _share(grid: CostGrid, requests: int, some: float, all_of_them: float) -> float:
+    """Of a proposal for half of the requests, given what it and one for all add to a plain round, with a row each."""
+    if not some or not all_of_them:
+        return 0.0
+    asked = requests // 2
+    plain, few, many = (grid.verify(PACKED, [2] * more + [1] * (requests - more)) for more in (0, asked, requests))
+    whole = all_of_them - (many - plain)
+    half = (some - (few - plain)) / whole if whole > 0 else 0.0
+    return min(1.0, max(0.5, half))
 
 
 class _First(BatchFixed):
@@ -170,6 +186,14 @@ class _First(BatchFixed):
     def after(self, lines: Sequence[Line]) -> Plan:
         plan = super().after(lines)
         return replace(plan, drafts={request: min(1, drafts) for request, drafts in plan.drafts.items()})
+
+
+class _Part(_First):
+    """The same of the first half of the requests."""
+
+    def before(self, lines: Sequence[Line]) -> dict[Hashable, int]:
+        few = len(lines) // 2
+        return {**super().before(lines), **{line.request: 0 for line in lines[few:]}}
 
 
 @dataclass(frozen=True)
@@ -234,10 +258,16 @@ def seconds_more(one: Sequence[float], other: Sequence[float]) -> Timing:
 
 
 def _rounds(pair: Pair, requests: int, policy: BatchFixed) -> Callable[[], Any]:
-    """A round of the real loop, every time it is called."""
+    """A round of the real loop, every time it is called, at the depth of the forwards."""
     batch = Batch(pair, policy)
+
+    def deepen(run: Run) -> None:
+        run.cache.fill(lambda tokens: pair.target.forward(tokens, run.cache).logits, NEAR)
+        if run.draft is not None:
+            run.context = _context(pair, NEAR)
+
     for number in range(requests):
-        join_at_once(batch, number, PROMPT)
+        join_at_once(batch, number, PROMPT, begin=deepen)
     batch.step()
     return batch.step
 
@@ -259,6 +289,7 @@ def with_around(grid: CostGrid, measured: Mapping[int, Around]) -> CostGrid:
         rectangular={(n, m): right[n].rectangular(m - 1, seconds) if n in right else seconds
                      for (n, m), seconds in grid.rectangular.items()},
         draft={(n, m): right[n].draft(seconds) if n in right else seconds for (n, m), seconds in grid.draft.items()},
+        part=measured[most].part,
         host_request=max(0.0, measured[most].host - grid.host) / most,
         read_request=max(0.0, measured[most].read - grid.read) / most,
         rank_request=measured[most].rank / most,
