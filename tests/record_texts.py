@@ -5,8 +5,8 @@
 It writes tests/recorded/texts.npz: confidences [prompts, tokens, gamma], calibrated, and how many drafts in a row
 the target would accept there [prompts, tokens]. tests/recorded/grid.json is a cost grid that
 `python -m mlx_dspark.profile --requests 4,8,16` stored (float32, OpenBLAS, 2 cores; without the share of a proposal for
-half of the requests, which was not measured yet). With both, policies for several requests are replayed on real text and
-real costs without the noise of a clock.
+half of the requests, which was not measured yet). With both, policies for several requests are replayed on real text
+and real costs without the noise of a clock.
 """
 
 import json
