@@ -82,11 +82,12 @@ def _outcome(
     slots = min(SLOTS, grid.widest - 1)
     plain, width = fixed_load(0, contents, grid), None
     if text == "fixed":
-        text = best_fixed_load(contents, grid, least=1).policy
-        width = int(text.removeprefix("fixed:"))
+        run = best_fixed_load(contents, grid, least=1)
+        width = int(run.policy.removeprefix("fixed:"))
     elif text.startswith("fixed:") and int(text.removeprefix("fixed:")) > slots:
         return None
-    run = replay_load(make_batch_policy(text, slots, True, grid), contents, grid)
+    else:
+        run = replay_load(make_batch_policy(text, slots, True, grid), contents, grid)
     speed, tau = run.promised_rate / plain.promised_rate, run.promised / (run.requests * run.rounds)
     return round(speed, 4), round(run.rows_per_request, 4), round(tau, 4), round(run.parked, 4), width
 

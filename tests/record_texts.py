@@ -9,7 +9,6 @@ half of the requests, which was not measured yet). With both, policies for sever
 and real costs without the noise of a clock.
 """
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ import numpy as np
 from mlx_dspark import load
 from mlx_dspark.decode import DecodeOptions, Run, land, prefill, propose, verify
 from mlx_dspark.load import ASSETS
+from mlx_dspark.samples import read_prompts
 from mlx_dspark.sampling import make_rule
 from mlx_dspark.schedule.calibration import calibrator
 from mlx_dspark.structs import Sampling, Schedule
@@ -63,7 +63,7 @@ def record(pair, prompt):
 def main():
     """Write the file."""
     pair = load()
-    prompts = [json.loads(line)["ids"] for line in (ASSETS / "heldout.jsonl").read_text().splitlines()]
+    prompts = read_prompts(ASSETS / "heldout.jsonl", pair)
     confidences, runs = zip(*(record(pair, prompt) for prompt in prompts), strict=True)
     WHERE.parent.mkdir(exist_ok=True)
     np.savez_compressed(WHERE, confidences=np.array(confidences, dtype=np.float16), runs=np.array(runs, dtype=np.uint8))

@@ -66,6 +66,14 @@ def recorded(requests):
     return [Content(np.concatenate(confidences[own]), np.concatenate(passes[own])) for own in order]
 
 
+def test_recorded_texts_are_off_by_different_amounts():
+    """First slots: what is promised and what passes, in a text that never fails and in the most overrated one."""
+    with np.load(RECORDED / "texts.npz") as texts:
+        promised, passed = texts["confidences"][..., 0].astype(float).mean(axis=1), (texts["runs"] > 0).mean(axis=1)
+    texts = passed.argmax(), (passed - promised).argmin()
+    assert [(round(promised[text], 2), round(passed[text], 2)) for text in texts] == [(0.69, 1.0), (0.5, 0.26)]
+
+
 @pytest.mark.parametrize("requests", LOADS)
 def test_on_recorded_texts_and_measured_costs_auto_is_not_behind(requests):
     """The bar on what was recorded here, where a clock is too noisy to tell one percent."""

@@ -210,8 +210,10 @@ class BatchAuto(ByCost):
         """Slots of each request."""
         self._begin(lines)
         price, load = self._plain_rate([line.depth for line in lines]), self._load(len(lines))
-        self._price, self._worths = price, self._weigh(lines, price, load.work)
-        gains, together, slots = self._gains(lines, price, load)
+        hopes = {line.request: survivals(self._hopes(line)[: min(self._width, self.slots(line))])
+                 for line in lines if line.fixed is None and self.slots(line)}
+        self._price, self._worths = price, self._weigh(lines, hopes, price, load.work)
+        gains, together, slots = self._gains(lines, hopes, price, load)
         always = sum(line.fixed is not None and self.taken(line) > 0 for line in lines)
         proposals = [price * self.grid.drafting(always + more, slots, len(lines)) for more in range(len(gains) + 1)]
         shares = Shares(gains.values(), [proposals[0], *(own + together for own in proposals[1:])])
@@ -296,32 +298,35 @@ class BatchAuto(ByCost):
 
     # Before the draft
 
-    def _weigh(self, lines: Sequence[Line], price: float, work: Work) -> dict[Hashable, float]:
-        """What a token of each request is worth; nothing is known of it before somebody has drafted."""
-        open_lines, requests, prices = self._open(lines), len(lines), self.prices(lines)
-        if not work.rounds or not open_lines:
+    def _weigh(
+        self, lines: Sequence[Line], hopes: Mapping[Hashable, Sequence[float]], price: float, work: Work
+    ) -> dict[Hashable, float]:
+        """What a token of each request is worth, given the survivals that are hoped for where drafting is the
+        scheduler's to choose; nothing is known of it before somebody has drafted."""
+        if not work.rounds or not hopes:
             return {}
+        requests, prices = len(lines), self.prices(lines)
         row = row_seconds(prices, round(work.rows), sum(map(self.taken, lines)), requests)
         base = work.base(prices, row, requests) / requests
-        whole = self.grid.drafting(len(open_lines), self._width, requests)
-        proposal = max(0.0, whole - work.proposal) / len(open_lines)
+        proposal = max(0.0, self.grid.drafting(len(hopes), self._width, requests) - work.proposal) / len(hopes)
         last = self._decision
-        return worths({line.request: survivals(self._asked(line)) for line in open_lines},
-                      {line.request: last.slots.get(line.request, last.width) for line in open_lines},
+        return worths(hopes, {request: last.slots.get(request, last.width) for request in hopes},
                       1 / price, base, proposal, row)
 
     def worth(self, request: Hashable) -> float:
         """As `_weigh` found before the round."""
         return self._worths.get(request, 1.0)
 
-    def _gains(self, lines: Sequence[Line], price: float, load: Load) -> tuple[dict[Hashable, float], float, int]:
+    def _gains(
+        self, lines: Sequence[Line], hopes: Mapping[Hashable, Sequence[float]], price: float, load: Load
+    ) -> tuple[dict[Hashable, float], float, int]:
         """(what drafting is expected to gain for each request, its rows paid, its draft not yet; what the rows cost
         together beyond that; how many slots are of use), in tokens.
 
         A round is worth more than the best plan for its expected confidences, because the plan can still follow
         what is seen: that much is learned from past rounds.
         """
-        rows = {line.request: self.weighed(line.request, self._asked(line)) for line in self._open(lines)}
+        rows = {request: [self.worth(request) * survival for survival in own] for request, own in hopes.items()}
         taken, prices = [self.taken(line) for line in lines], self.prices(lines)
         drafts = _most_valuable([rows.get(line.request, []) for line in lines], taken, prices, price)
         average = price * _average_seconds(prices, taken, drafts)
@@ -332,14 +337,6 @@ class BatchAuto(ByCost):
                  + max(0.0, self._follows(line.request, load, costs))
                  for line, count in zip(lines, drafts, strict=True) if line.request in rows}
         return gains, (average - row) * (sum(drafts) - sum(taken)), max(drafts) or self._width
-
-    def _open(self, lines: Sequence[Line]) -> list[Line]:
-        """Those for whom drafting is the scheduler's to choose."""
-        return [line for line in lines if line.fixed is None and self.slots(line)]
-
-    def _asked(self, line: Line) -> list[float]:
-        """Expected confidences of the slots that would be proposed."""
-        return self._hopes(line)[: min(self._width, self.slots(line))]
 
     def _follows(self, request: Hashable, load: Load, costs: Mapping[str, float]) -> float:
         """Tokens gained by following what a round shows, in the way that gains most (a look, where it is free)."""

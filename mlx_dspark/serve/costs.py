@@ -32,6 +32,7 @@ from .batch import Batch, join_at_once
 from .packed import LAYOUTS, forward_many, layouts_of
 
 if TYPE_CHECKING:
+    from ..cache import TargetCache
     from ..load import Pair
 
 # Positions. Prices below NEAR are those of NEAR, and at FAR all requests are that deep at once: their caches must fit.
@@ -262,7 +263,7 @@ def _rounds(pair: Pair, requests: int, policy: BatchFixed) -> Callable[[], Any]:
     batch = Batch(pair, policy)
 
     def deepen(run: Run) -> None:
-        run.cache.fill(lambda tokens: pair.target.forward(tokens, run.cache).logits, NEAR)
+        _fill(pair, run.cache, NEAR)
         if run.draft is not None:
             run.context = _context(pair, NEAR)
 
@@ -410,7 +411,7 @@ class Together:
         target = pair.target
         self._caches = [target.start(KVOptions()) for _ in range(requests)]
         for cache in self._caches:
-            cache.fill(lambda tokens, own=cache: target.forward(tokens, own).logits, depth)
+            _fill(pair, cache, depth)
         self.slots = 0 if pair.draft is None else pair.draft.gamma
         self.layouts = layouts_of(target)
         self._states = [] if pair.draft is None else [_context(pair, depth) for _ in range(requests)]
@@ -430,6 +431,11 @@ class Together:
         picks = [self._rule.picker(None, None, slots) for _ in range(count)]
         proposals = propose_many(self._pair.draft, self._states, self._anchor, [slots] * count, picks)
         mx.eval([one.tokens for one in proposals])
+
+
+def _fill(pair: Pair, cache: TargetCache, depth: int) -> None:
+    """So many made-up positions of the target."""
+    cache.fill(lambda tokens: pair.target.forward(tokens, cache).logits, depth)
 
 
 def _context(pair: Pair, depth: int) -> Any:
