@@ -58,7 +58,7 @@ def test_requests_are_served_under_every_policy_and_load():
     assert list(document["loads"]) == ["1", "3"] and list(document["latency"]) == ["plain", "fixed:2"]
     for load, policies in document["loads"].items():
         plain = policies["plain"]
-        assert plain["tau"] == plain["rows_per_request"] == plain["parked_share"] == plain["over_plain"]["median"] == 1
+        assert plain["tau"] == plain["rows_per_request"] == plain["parked_share"] == plain["over_plain"]["all"] == 1
         fixed = policies["fixed:2"]
         assert 1 < fixed["rows_per_request"] <= 3 and 1 <= fixed["tau"] <= 3 and fixed["parked_share"] < 0.5
         assert fixed["texts_equal_plain"] == fixed["texts"] == 2 * int(load)
@@ -71,6 +71,7 @@ def test_rounds_by_turns_fill_every_place(monkeypatch):
     assert document["steady"] and "latency" not in document
     plain, fixed = (document["loads"]["3"][name] for name in ("plain", "fixed:2"))
     assert plain["tau"] == plain["rows_per_request"] == plain["parked_share"] == plain["over_plain"]["median"] == 1
+    assert plain["over_plain"]["all"] == 1 and fixed["over_plain"]["all"] > 0
     assert 2 < fixed["rows_per_request"] <= 3 and 1 < fixed["tau"] <= 3 and fixed["parked_share"] < 0.5
     assert fixed["tokens_per_second"] > 0 and "texts" not in fixed
 

@@ -111,3 +111,5 @@ def test_as_many_share_as_together_gain_most():
     assert Shares([0.5, 0.4], [0.0, 1.0, 1.0]).chosen == 0, "not enough for what they buy together"
     assert Shares([0.6, 0.5], [0.0, 1.0, 1.0]).chosen == 2, "neither would do alone"
     assert Shares([0.6, 0.5], [0.0, 1.4, 1.0]).chosen == 2, "no dearer for fewer"
+    assert shares.next_to(0) == 1.0 and shares.next_to(0, 3) == pytest.approx(1.4), "several more at once"
+    assert shares.next_to(1, 9) == pytest.approx(0.4), "no more than there are"

@@ -40,6 +40,7 @@ PATIENCE = 1.5  # pauses after which a probe waits no longer for the next decisi
 JUDGED = 2  # decisions that stand: one in so many is judged by what its own round shows
 FAMILIAR = 8  # rounds after which a request's own insight counts as much as everybody's
 RANK, LOOK = "rank", "look"
+WATCH = "parking would save less than looking again costs"
 
 
 class Insight(dict[str, dict[bool, Mean]]):
@@ -219,7 +220,7 @@ class BatchAuto(ByCost):
         shares = Shares(gains.values(), [proposals[0], *(own + together for own in proposals[1:])])
         values = {request: shares.value(gain) for request, gain in gains.items()}
         self._review(values, load)
-        drafting = self._decide(values, Shares((), proposals), load)
+        drafting = self._decide(values, gains, shares, load)
         self._reads, self._ranks = self._worth_following(drafting, price, load)
         width = self._propose(len(drafting), always, price, load)
         return {line.request: self.slots(line) if line.fixed is not None
@@ -281,7 +282,7 @@ class BatchAuto(ByCost):
         self._judge(rounds, {r: own for r, own in seen.items() if not self.known[r].fixed}, depths)
         super().learn_confidences(landed, seen)
         self._learn_flags(rounds, seen)
-        self._fresh |= {request: landed[request].schedule.reason == PROBE for request in seen}
+        self._fresh |= {request: landed[request].schedule.reason in (PROBE, WATCH) for request in seen}
 
     def _learn_flags(self, rounds: Mapping[Hashable, Round], seen: Mapping[Hashable, Sequence[float]]) -> None:
         """What each text's confidences are off by; of rounds whose confidences nobody heard, what was expected."""
@@ -358,7 +359,9 @@ class BatchAuto(ByCost):
                 load.odds.gained(values[request])
         self._fresh.clear()
 
-    def _decide(self, values: Mapping[Hashable, float], shares: Shares, load: Load) -> set[Hashable]:
+    def _decide(
+        self, values: Mapping[Hashable, float], gains: Mapping[Hashable, float], shares: Shares, load: Load
+    ) -> set[Hashable]:
         """Which requests draft."""
         drafting = set()
         for request, value in values.items():
@@ -373,18 +376,39 @@ class BatchAuto(ByCost):
             else:
                 continue
             drafting.add(request)
-        staked, self._probes_in = 0.0, math.inf
-        for request in sorted(values.keys() - drafting, key=lambda request: -self._parking[request].parked):
-            parking, cost = self._parking[request], shares.next_to(len(drafting))
-            if parking.parked + 1 >= load.odds.pause(cost) and self._may_lose(staked + cost + 1):
-                staked += cost
-                parking.draft(PROBE)
-                drafting.add(request)
-            else:
-                parking.park(-values[request])
-                rounds = max(PATIENCE * load.odds.pause(cost) - parking.parked, self._affords(staked + cost + 1))
-                self._probes_in = min(self._probes_in, rounds)
+        self._probe(drafting, values, gains, shares, load)
         return drafting
+
+    def _probe(
+        self, drafting: set[Hashable], values: Mapping[Hashable, float], gains: Mapping[Hashable, float],
+        shares: Shares, load: Load,
+    ) -> None:
+        """Add those who look whether the content has changed; the others are parked.
+
+        One by one, the longest parked first. All together where nobody drafts: most of a proposal is paid with the
+        first of them, and together they lose little where drafting nearly pays. So little, it may be, that parking
+        would not save what looking again costs: losing `cost` every round is cheaper than the 2 cost / pause that
+        probes and what they notice late come to, if the pause is of two rounds or less. Then they draft on, and nothing
+        is missed.
+        """
+        parked = sorted(values.keys() - drafting, key=lambda request: -self._parking[request].parked)
+        groups = [[request] for request in parked] if drafting else [parked] if parked else []
+        staked, self._probes_in = 0.0, math.inf
+        for group in groups:
+            cost = max(0.0, shares.next_to(len(drafting), len(group)) - sum(gains[request] for request in group))
+            pause, waited = load.odds.pause(cost / len(group)), self._parking[group[0]].parked
+            watches = pause <= 2 and len(group) > 1
+            most = cost + (0 if watches else len(group))
+            if (watches or waited + 1 >= pause) and self._may_lose(staked + most):
+                staked += cost
+                drafting |= set(group)
+                for request in group:
+                    self._parking[request].draft(WATCH if watches else PROBE)
+            else:
+                for request in group:
+                    self._parking[request].park(-values[request])
+                rounds = max(PATIENCE * pause - waited, self._affords(staked + most))
+                self._probes_in = min(self._probes_in, rounds)
 
     def _may_lose(self, tokens: float) -> bool:
         """Whether losing this much leaves the run ahead of plain decoding, or behind by the stake at most."""
@@ -431,7 +455,7 @@ class BatchAuto(ByCost):
 
     def _reason(self, line: Line, drafts: int) -> str:
         parking = self._parking[line.request]
-        if line.fixed is None and (not line.proposed or parking.why == PROBE):
+        if line.fixed is None and (not line.proposed or parking.why in (PROBE, WATCH)):
             return parking.why
         return "from past rounds" if line.proposed and line.confidences is None else reason(line, drafts)
 
@@ -484,6 +508,8 @@ class BatchAuto(ByCost):
         proposal = price * self.grid.drafting(len(seen), self._width, len(rounds)) / len(seen)
         if max(map(len, rows)) == self.gamma:
             self._learn_depth(load, rows, expected, taken, prices, price)
+        probes = {request for request in seen if rounds[request].schedule.reason == PROBE}
+        paid: dict[Hashable, float] = {}  # tokens gained by drafting, its share of the proposal not counted
         for request, own, forecast, *widths in zip(rounds, rows, forecasts, planned, ranked, looked, strict=True):
             if request not in seen:
                 continue
@@ -492,7 +518,11 @@ class BatchAuto(ByCost):
                 for insight in (load.insight, self._insights[request]):
                     insight[RANK][forecast.high].add(by_rank - by_forecast)
                     insight[LOOK][forecast.high].add(by_look - by_rank - shared)
-            self._parking[request].follow = rounds[request].schedule.reason == PROBE and by_look > proposal
+            paid[request] = by_look
+        if len(probes) == len(seen):  # nobody else drafted: the proposal is theirs, and one verdict is for all
+            paid = dict.fromkeys(paid, sum(paid.values()) / len(paid))
+        for request, gain in paid.items():
+            self._parking[request].follow = request in probes and gain > proposal
 
     def _ranked(self, planned: Sequence[int], rows: Survivals, taken: Sequence[int], prices: Prices) -> Sequence[int]:
         """As many rows as planned, for the best slots where the device chooses them."""

@@ -117,6 +117,6 @@ class Shares:
         """Of drafting, its share paid: positive for those who draft."""
         return gain - self.next_to(self.chosen - 1 if gain >= self._least else self.chosen)
 
-    def next_to(self, drafting: int) -> float:
-        """What one more request costs beside so many."""
-        return self._costs[min(drafting + 1, len(self._costs) - 1)] - self._costs[drafting]
+    def next_to(self, drafting: int, more: int = 1) -> float:
+        """What one more request costs beside so many, or several more."""
+        return self._costs[min(drafting + more, len(self._costs) - 1)] - self._costs[drafting]
