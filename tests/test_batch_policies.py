@@ -644,7 +644,7 @@ def test_where_nobody_drafts_all_look_again_together():
 
 
 @pytest.mark.parametrize("reasons, price, follow", [
-    ((PROBE,) * 4, 0.5, {0, 1, 2, 3}), ((PROBE,) * 4, 0.6, set()), ((PROBE, PROBE, "drafting pays", PROBE), 0.5, {0, 1}),
+    ((PROBE,) * 4, 0.5, {0, 1, 2, 3}), ((PROBE,) * 4, 0.6, set()), ((PROBE, PROBE, "it pays", PROBE), 0.5, {0, 1}),
 ], ids=["together they pay", "together they do not", "beside one that drafts"])
 def test_what_probed_together_is_judged_together(reasons, price, follow):
     """Two that paid would draft alone next, and lose: what they bought was for four."""

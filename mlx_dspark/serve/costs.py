@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 NEAR, FAR = 256, 2048
 SHORT_SECONDS = 2.0  # of model time for one count of requests
 DRAFT = "draft"
-LOOP_ROUNDS = 64
+LOOP_ROUNDS = 128
 LOOP_TEXT = 16  # rounds after which the texts of the loop begin anew, so that none is much deeper than the others
 SURE = 5  # errors by which a layout must be cheaper
 REACH = 2  # neighbours on either side whose line says where a timing should be
