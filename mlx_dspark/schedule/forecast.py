@@ -36,7 +36,7 @@ class Forecast:
     @property
     def carry(self) -> float:
         """How much of a round's shared deviation is left one round later, 0 to 0.99."""
-        correlation = max(0.0, self._product / self._square)
+        correlation = min(1.0, max(0.0, self._product / self._square))  # by chance it may be more
         return min(0.99, math.pow(correlation, self._square / self._ages))
 
     @property
@@ -102,7 +102,7 @@ class Forecast:
             if self.age <= NEAR:
                 self._square = 0.99 * self._square + self._shared**2
                 self._product = 0.99 * self._product + self._shared * shared
-                self._ages = 0.99 * self._ages + self._shared**2 * self.age
+                self._ages = 0.99 * self._ages + self._shared**2 * max(1, self.age)
         self._learn_means(confidences)
         self._shared, self.age = shared, 0
 
