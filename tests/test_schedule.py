@@ -304,11 +304,13 @@ def test_auto_reads_only_while_that_pays(read, reads):
     assert policy.after(GAMMA, None).reason == "from past rounds"
 
 
-@pytest.mark.parametrize("ages", [(1,), (0,), (-12, 1), (3, 0)], ids=str)
-def test_what_carries_over_stays_between_nothing_and_nearly_all(ages):
-    """Also where deviations grow, and where a text begins anew under its old name, so that rounds seem to go back."""
+@pytest.mark.parametrize("ages", [(1,), (0,), (-12, 1), (-1,)], ids=str)
+@pytest.mark.parametrize("deviation", [lambda index: 0.3 * 1.2 ** (index % 40 - 39), lambda index: 0.2 * (-1) ** index],
+                         ids=["growing", "to and fro"])
+def test_what_carries_over_stays_between_nothing_and_nearly_all(deviation, ages):
+    """Also where a text begins anew under its old name, so that rounds seem to go back."""
     forecast = Forecast(GAMMA)
     for index in range(300):
         forecast.age = ages[index % len(ages)]
-        forecast.observe([0.6 + 0.3 * 1.2 ** (index % 40 - 39)] * GAMMA)
+        forecast.observe([0.6 + deviation(index)] * GAMMA)
         assert 0 <= forecast.carry <= 0.99
