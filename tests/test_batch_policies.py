@@ -24,11 +24,12 @@ from scheduling import (
 from mlx_dspark.schedule import batch_auto, make_policy
 from mlx_dspark.schedule import load as sim
 from mlx_dspark.schedule.batch import Line, make_batch_policy
-from mlx_dspark.schedule.batch_auto import STAND, WATCH, BatchAuto
+from mlx_dspark.schedule.batch_auto import STAND, BatchAuto
+from mlx_dspark.schedule.batch_parking import WATCH
 from mlx_dspark.schedule.cost import CostCurve
 from mlx_dspark.schedule.grid import PACKED, CostGrid
 from mlx_dspark.schedule.lines import Plan
-from mlx_dspark.schedule.parking import PROBE, WARM_UP
+from mlx_dspark.schedule.parking import PROBE, WARM_UP, Odds
 from mlx_dspark.schedule.ranking import climb, ranked, search, top
 from mlx_dspark.schedule.simulate import made_up
 from mlx_dspark.schedule.worth import Shares
@@ -628,12 +629,13 @@ def probing(gains, cost, lead=0.0, parked=0):
     """(who drafts, each one's reason, rounds until the next probe) where nobody's draft is expected to pay."""
     policy = make_batch_policy("auto", GAMMA, True, grids(4)["flat"])
     policy.before([Line(request, left=99) for request in range(len(gains))])
-    policy.tokens, policy.lead = 1000, lead
+    lot = policy.lot
+    lot.tokens, lot.lead = 1000, lead
     for request in range(len(gains)):
-        policy._parking[request].parked = parked
-    drafting = policy._decide(dict.fromkeys(range(len(gains)), -1.0), dict(enumerate(gains)),
-                              Shares((), [0.0] + [cost] * len(gains)), policy._load(len(gains)))
-    return drafting, {policy._parking[r].why for r in range(len(gains))}, policy._probes_in
+        lot[request].parked = parked
+    drafting = lot.decide(dict.fromkeys(range(len(gains)), -1.0), dict(enumerate(gains)),
+                          Shares((), [0.0] + [cost] * len(gains)), Odds(), {})
+    return drafting, {lot[request].why for request in range(len(gains))}, lot.probes_in
 
 
 def test_where_nobody_drafts_all_look_again_together():
@@ -655,7 +657,7 @@ def test_what_probed_together_is_judged_together(reasons, price, follow):
     policy.grid = replace(grid, draft={(4, GAMMA): 4 * price / plain})
     policy.learn({request: sim.landed(1, GAMMA, 0, Schedule(1, "auto", reason), (0.9 if request < 2 else 0.3,) * GAMMA)
                   for request, reason in enumerate(reasons)})
-    assert {request for request in range(4) if policy._parking[request].follow} == follow
+    assert {request for request in range(4) if policy.lot[request].follow} == follow
 
 
 @pytest.mark.parametrize("gains, cost, lead, drafts", [
@@ -695,14 +697,14 @@ def test_rounds_that_are_taken_in_late_decide_the_same(monkeypatch):
     at_once = replayed(dear(0.05), "swinging")
     assert sum(decided for decided, _, _ in late[1]) < 0.7 * len(late[1])
     late[0]._catch_up()  # with the rounds since the last decision
-    assert late[1:] == at_once[1:] and late[0].lead == pytest.approx(at_once[0].lead)
+    assert late[1:] == at_once[1:] and late[0].lot.lead == pytest.approx(at_once[0].lot.lead)
 
 
 def test_where_nobody_drafts_a_decision_stands_until_a_probe_is_due_and_affordable():
     policy, rounds, load = replayed(dear(0.05, "row-cost-1"), "swinging", rounds=1200)
     late = rounds[200:]
     probing = [plan for _, plan, _ in late if PROBE in plan.reasons.values()]
-    assert load.parked > 0.98 and probing and policy.lead > -0.02 * policy.tokens
+    assert load.parked > 0.98 and probing and policy.lot.lead > -0.02 * policy.lot.tokens
     assert sum(decided for decided, _, _ in late) < 0.06 * len(late)
 
 

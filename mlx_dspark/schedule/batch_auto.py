@@ -17,18 +17,20 @@ brings less than that, the last one stands for some rounds, and no confidences t
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..structs import Round
 from .ahead import Ahead
+from .batch_parking import WATCH, ParkingLot
 from .batch_rate import ByCost, reason
 from .forecast import Forecast
-from .grid import PACKED, RECTANGULAR, CostGrid, Prices
+from .grid import PACKED, CostGrid, Prices
+from .hindsight import LOOK, RANK, Hindsight, Insight, Load, average_seconds, most_valuable
 from .lines import Known, Line, Plan
-from .parking import PROBE, STAKE, WARM_UP, Mean, Odds, Parking, hoped
-from .ranking import Survivals, climb, search, survivals, top
+from .parking import PROBE, WARM_UP, hoped
+from .ranking import Survivals, climb, survivals
 from .rate import Calibrate
 from .refine import Shift, Spread
 from .worth import MOST, Shares, Work, row_seconds, worths
@@ -36,43 +38,7 @@ from .worth import MOST, Shares, Work, row_seconds, worths
 FULL = 16  # decisions to draft: one in so many proposes the whole block, to see what the last slots are worth
 STAND = 16  # rounds for which a decision may be good
 IDLE = 32  # the same where everybody is parked
-PATIENCE = 1.5  # pauses after which a probe waits no longer for the next decision
 JUDGED = 2  # decisions that stand: one in so many is judged by what its own round shows
-FAMILIAR = 8  # rounds after which a request's own insight counts as much as everybody's
-RANK, LOOK = "rank", "look"
-WATCH = "parking would save less than looking again costs"
-
-
-class Insight(dict[str, dict[bool, Mean]]):
-    """Tokens that a request gains by this round's confidences, after a round of it below and one above its average.
-
-    rank: as many rows as forecasts say for the slots that survive best, over the slots by forecasts, too. look: the
-    lookahead decision by confidences that the host has read, over that.
-    """
-
-    def __init__(self) -> None:
-        super().__init__({what: {False: Mean(), True: Mean()} for what in (RANK, LOOK)})
-
-
-@dataclass
-class Load:
-    """What was learned at one count of requests.
-
-    work: what rounds that draft are like. insight: of all requests. deep: by whether rows go to the best of
-    what a round shows and by slots, what a request gains a round by proposing so many, its rows paid. stale: tokens
-    that all requests lose in a round that goes by a decision STAND rounds old.
-    """
-
-    work: Work = field(default_factory=Work)
-    odds: Odds = field(default_factory=Odds)
-    insight: Insight = field(default_factory=Insight)
-    deep: dict[tuple[bool, int], Mean] = field(default_factory=lambda: defaultdict(Mean))
-    stale: Mean = field(default_factory=Mean)
-
-    @property
-    def knows_widths(self) -> bool:
-        """Whether enough whole blocks were seen to propose less."""
-        return self.deep[False, 1].count >= WARM_UP
 
 
 @dataclass
@@ -106,9 +72,8 @@ class BatchAuto(ByCost):
         super().__init__(name, gamma, grid, calibrate)
         self.spread = Spread()
         self._loads: dict[int, Load] = {}
-        self._parking: dict[Hashable, Parking] = {}
+        self.lot = ParkingLot()
         self._insights: dict[Hashable, Insight] = {}
-        self._fresh: dict[Hashable, bool] = {}  # whose forecast has learned since the last decision; by a probe?
         self._ranks = True  # in the present round, where nobody looks
         self._reads = self._looked = True  # in the present round; in the last one that drafted
         self._width, self._drafted = self.gamma, 0  # slots proposed, and by how many decisions
@@ -116,10 +81,8 @@ class BatchAuto(ByCost):
         self._decision = Decision({})
         self._landed: list[Mapping[Hashable, Round]] = []  # rounds that nothing was learned from yet
         self._planned: deque[Mapping[Hashable, int]] = deque(maxlen=STAND + 1)  # of the last rounds and the present one
-        self._probes_in = math.inf  # rounds until the next probe is due
         self._price = 0.0  # tokens that a second was worth at the last decision
         self._worths: dict[Hashable, float] = {}  # of a token by request, in tokens of plain decoding
-        self.tokens, self.lead = 0, 0.0  # committed, and how many more than plain decoding in the same seconds
 
     @property
     def reads_confidence(self) -> bool:
@@ -172,7 +135,7 @@ class BatchAuto(ByCost):
         slots = {line.request: min(decision.slots.get(line.request, decision.width), line.left) for line in lines}
         for request, own in slots.items():
             if not own:
-                self._parking[request].parked += 1
+                self.lot[request].parked += 1
         if slots != decision.slots:
             decision.slots, decision.plan = slots, None
 
@@ -194,18 +157,18 @@ class BatchAuto(ByCost):
         nothing is learned, and all wait for the next probe.
         """
         if all(line.fixed is None and not line.proposed for line in lines):
-            return min(IDLE, self._probes_in)
+            return min(IDLE, self.lot.probes_in)
         load = self._load(len(lines))
         learned = load.stale.count >= FULL and load.knows_widths
         if not learned and any(line.proposed for line in lines) or not all(
                 line.fixed is None and line.confidences is None and line.proposed <= self._width
-                and not (line.proposed and self._parking[line.request].why == PROBE)
+                and not (line.proposed and self.lot[line.request].why == PROBE)
                 and (self.known[line.request].forecast.rounds > 0 or not line.proposed) for line in lines):
             return 1
         saved, stale = self._price * self.grid.deciding(len(lines)), max(0.0, load.stale.value)
         best = math.sqrt(2 * STAND * saved / stale) if stale else STAND if saved else 1
         everybody = all(line.proposed or not line.left for line in lines)
-        return min(best, STAND if everybody else STAND / 4, self._probes_in)
+        return min(best, STAND if everybody else STAND / 4, self.lot.probes_in)
 
     def _ask(self, lines: Sequence[Line]) -> dict[Hashable, int]:
         """Slots of each request."""
@@ -219,8 +182,8 @@ class BatchAuto(ByCost):
         proposals = [price * self.grid.drafting(always + more, slots, len(lines)) for more in range(len(gains) + 1)]
         shares = Shares(gains.values(), [proposals[0], *(own + together for own in proposals[1:])])
         values = {request: shares.value(gain) for request, gain in gains.items()}
-        self._review(values, load)
-        drafting = self._decide(values, gains, shares, load)
+        drafting = self.lot.decide(values, gains, shares, load.odds,
+                                   {request: self.known[request].forecast.rounds for request in values})
         self._reads, self._ranks = self._worth_following(drafting, price, load)
         width = self._propose(len(drafting), always, price, load)
         return {line.request: self.slots(line) if line.fixed is not None
@@ -229,7 +192,7 @@ class BatchAuto(ByCost):
     def _begin(self, lines: Sequence[Line]) -> None:
         """A round begins, for those who are there now."""
         self.begin(lines)
-        self._parking = {line.request: self._parking.get(line.request) or Parking() for line in lines}
+        self.lot.begin(line.request for line in lines)
         self._insights = {line.request: self._insights.get(line.request) or Insight() for line in lines}
 
     def _complete(self, decision: Decision, lines: Sequence[Line]) -> Plan:
@@ -247,7 +210,7 @@ class BatchAuto(ByCost):
             forecasts = [self.known[line.request].forecast for line in lines]
             drafts = self._look(rows, confidences, forecasts, taken, prices, price)
         else:
-            drafts = _most_valuable(rows, taken, prices, price)
+            drafts = most_valuable(rows, taken, prices, price)
         decision.least = min((own[count - 1] for own, count in zip(rows, drafts, strict=True) if own and count),
                              default=1.0)
         decision.rounds = self._keeps(lines)
@@ -282,7 +245,7 @@ class BatchAuto(ByCost):
         self._judge(rounds, {r: own for r, own in seen.items() if not self.known[r].fixed}, depths)
         super().learn_confidences(landed, seen)
         self._learn_flags(rounds, seen)
-        self._fresh |= {request: landed[request].schedule.reason in (PROBE, WATCH) for request in seen}
+        self.lot.learned({request: landed[request].schedule.reason for request in seen})
 
     def _learn_flags(self, rounds: Mapping[Hashable, Round], seen: Mapping[Hashable, Sequence[float]]) -> None:
         """What each text's confidences are off by; of rounds whose confidences nobody heard, what was expected."""
@@ -329,8 +292,8 @@ class BatchAuto(ByCost):
         """
         rows = {request: [self.worth(request) * survival for survival in own] for request, own in hopes.items()}
         taken, prices = [self.taken(line) for line in lines], self.prices(lines)
-        drafts = _most_valuable([rows.get(line.request, []) for line in lines], taken, prices, price)
-        average = price * _average_seconds(prices, taken, drafts)
+        drafts = most_valuable([rows.get(line.request, []) for line in lines], taken, prices, price)
+        average = price * average_seconds(prices, taken, drafts)
         row = min(average, price * row_seconds(prices, sum(drafts), sum(taken), len(lines)))
         costs = {RANK: self.grid.ranking(len(lines)), LOOK: self.grid.reading(len(lines))}
         costs = {what: price * seconds / max(1, len(rows)) for what, seconds in costs.items()}
@@ -349,74 +312,6 @@ class BatchAuto(ByCost):
         """Expected confidences; those of an optimist while hardly anything was seen."""
         forecast, expected = self.known[line.request].forecast, self.expected(line)
         return hoped(forecast, expected) if forecast.rounds < WARM_UP else expected
-
-    def _review(self, values: Mapping[Hashable, float], load: Load) -> None:
-        """What drafting is worth after the last round, and whether its probes found that it has come to pay."""
-        for request in self._fresh.keys() & values.keys():
-            if self._fresh[request]:
-                load.odds.probed(self._parking[request].waited, values[request] > 0)
-            if self.known[request].forecast.rounds > WARM_UP:
-                load.odds.gained(values[request])
-        self._fresh.clear()
-
-    def _decide(
-        self, values: Mapping[Hashable, float], gains: Mapping[Hashable, float], shares: Shares, load: Load
-    ) -> set[Hashable]:
-        """Which requests draft."""
-        drafting = set()
-        for request, value in values.items():
-            parking = self._parking[request]
-            if value > 0:
-                parking.follow = False
-                warm = self.known[request].forecast.rounds >= WARM_UP
-                parking.draft("drafting pays" if warm else "warming up")
-            elif parking.follow:
-                parking.follow = False
-                parking.draft("the probe paid")
-            else:
-                continue
-            drafting.add(request)
-        self._probe(drafting, values, gains, shares, load)
-        return drafting
-
-    def _probe(
-        self, drafting: set[Hashable], values: Mapping[Hashable, float], gains: Mapping[Hashable, float],
-        shares: Shares, load: Load,
-    ) -> None:
-        """Add those who look whether the content has changed; the others are parked.
-
-        One by one, the longest parked first. All together where nobody drafts: most of a proposal is paid with the
-        first of them, and together they lose little where drafting nearly pays. So little, it may be, that parking
-        would not save what looking again costs: losing `cost` every round is cheaper than the 2 cost / pause that
-        probes and what they notice late come to, if the pause is of two rounds or less. Then they draft on, and nothing
-        is missed.
-        """
-        parked = sorted(values.keys() - drafting, key=lambda request: -self._parking[request].parked)
-        groups = [[request] for request in parked] if drafting else [parked] if parked else []
-        staked, self._probes_in = 0.0, math.inf
-        for group in groups:
-            cost = max(0.0, shares.next_to(len(drafting), len(group)) - sum(gains[request] for request in group))
-            pause, waited = load.odds.pause(cost / len(group)), self._parking[group[0]].parked
-            watches = pause <= 2 and len(group) > 1
-            most = cost + (0 if watches else len(group))
-            if (watches or waited + 1 >= pause) and self._may_lose(staked + most):
-                staked += cost
-                drafting.update(group)
-                for request in group:
-                    self._parking[request].draft(WATCH if watches else PROBE)
-            else:
-                for request in group:
-                    self._parking[request].park(-values[request])
-                rounds = max(PATIENCE * pause - waited, self._affords(staked + most))
-                self._probes_in = min(self._probes_in, rounds)
-
-    def _may_lose(self, tokens: float) -> bool:
-        """Whether losing this much leaves the run ahead of plain decoding, or behind by the stake at most."""
-        return self.lead - tokens >= -STAKE * self.tokens
-
-    def _affords(self, tokens: float) -> float:
-        """Rounds without drafts after which it may lose this much."""
-        return (tokens - self.lead - STAKE * self.tokens) / (STAKE * len(self.known))
 
     def _worth_following(self, drafting: set[Hashable], price: float, load: Load) -> tuple[bool, bool]:
         """(whether to look into this round, whether else to let the device rank): what brings more than it costs."""
@@ -454,7 +349,7 @@ class BatchAuto(ByCost):
         return climb(rows, taken, ahead, stop=self.grid.layouts == (PACKED,))
 
     def _reason(self, line: Line, drafts: int) -> str:
-        parking = self._parking[line.request]
+        parking = self.lot[line.request]
         if line.fixed is None and (not line.proposed or parking.why in (PROBE, WATCH)):
             return parking.why
         return "from past rounds" if line.proposed and line.confidences is None else reason(line, drafts)
@@ -470,8 +365,7 @@ class BatchAuto(ByCost):
         tokens, plain = sum(len(one.tokens) for one in rounds), seconds * self._plain_rate(depths)
         if len(asked) >= MOST * len(rounds):
             self._load(len(rounds)).work.add(sum(one.rows for one in rounds) - len(rounds), proposal, other)
-        self.tokens += tokens
-        self.lead += tokens - plain
+        self.lot.account(tokens, plain)
 
     def _following(self, requests: int) -> float:
         """Seconds that the last drafting round spent on following its confidences."""
@@ -499,21 +393,21 @@ class BatchAuto(ByCost):
             self._look(rows, confidences, forecasts, taken, prices, price))
         expected = [self.weighed(request, one.expected()[: len(own)])
                     for request, one, own in zip(rounds, forecasts, rows, strict=True)]
-        planned = _most_valuable(expected, taken, prices, price)
-        ranked = self._ranked(planned, rows, taken, prices)
-        row = price * _average_seconds(prices, taken, looked)
-        self._learn_staleness(load, list(rounds), planned, rows, taken, prices, row)
+        past = Hindsight(rows, expected, taken, prices, price, ranks=self.temperatures is not None)
+        planned, row = past.planned, past.row(looked)
+        if not any(taken) and len(self._planned) > STAND:
+            load.learn_staleness(past, list(rounds), self._planned[0], row, self._ranks)
+        if max(map(len, rows)) == self.gamma:
+            load.learn_depth(past, self.gamma)
         seconds = prices.seconds(sum(looked), max(looked)) - prices.seconds(sum(planned), max(planned))
         shared = (price * seconds - row * (sum(looked) - sum(planned))) / len(seen)
         proposal = price * self.grid.drafting(len(seen), self._width, len(rounds)) / len(seen)
-        if max(map(len, rows)) == self.gamma:
-            self._learn_depth(load, rows, expected, taken, prices, price)
         probes = {request for request in seen if rounds[request].schedule.reason == PROBE}
         paid: dict[Hashable, float] = {}  # tokens gained by drafting, its share of the proposal not counted
-        for request, own, forecast, *widths in zip(rounds, rows, forecasts, planned, ranked, looked, strict=True):
+        gains = [past.gains(drafts, row) for drafts in (planned, past.ranked(planned), looked)]
+        for request, forecast, by_forecast, by_rank, by_look in zip(rounds, forecasts, *gains, strict=True):
             if request not in seen:
                 continue
-            by_forecast, by_rank, by_look = (sum(own[:width]) - row * width for width in widths)
             if forecast.age == 1:  # after a pause the forecast is worse than when it is needed
                 for insight in (load.insight, self._insights[request]):
                     insight[RANK][forecast.high].add(by_rank - by_forecast)
@@ -522,47 +416,11 @@ class BatchAuto(ByCost):
         if len(probes) == len(seen):  # nobody else drafted: the proposal is theirs, and one verdict is for all
             paid = dict.fromkeys(paid, sum(paid.values()) / len(paid))
         for request, gain in paid.items():
-            self._parking[request].follow = request in probes and gain > proposal
-
-    def _ranked(self, planned: Sequence[int], rows: Survivals, taken: Sequence[int], prices: Prices) -> Sequence[int]:
-        """As many rows as planned, for the best slots where the device chooses them."""
-        if self.temperatures is None or prices.layout(sum(planned), max(planned)) == RECTANGULAR:
-            return planned
-        return _best(rows, taken, planned)
-
-    def _learn_staleness(
-        self, load: Load, requests: Sequence[Hashable], planned: Sequence[int], rows: Survivals, taken: Sequence[int],
-        prices: Prices, row: float,
-    ) -> None:
-        """What a decision as old as decisions may become would have lost in this round."""
-        if any(taken) or len(self._planned) <= STAND:
-            return
-        values, old = [], self._planned[0]
-        for plan in (planned, [min(old.get(request, drafts), len(own))
-                               for request, drafts, own in zip(requests, planned, rows, strict=True)]):
-            drafts = self._ranked(plan, rows, taken, prices) if self._ranks else plan
-            values.append(sum(sum(own[:count]) - row * count for own, count in zip(rows, drafts, strict=True)))
-        load.stale.add(values[0] - values[1])
-
-    def _learn_depth(
-        self, load: Load, rows: Survivals, expected: Survivals, taken: Sequence[int], prices: Prices, price: float
-    ) -> None:
-        """What would have come of proposing fewer slots: by forecasts, and of as many rows for the best slots."""
-        for slots in range(1, self.gamma + 1):
-            seen = [own[:slots] for own in rows]
-            planned = _most_valuable([own[:slots] for own in expected], taken, prices, price)
-            for followed, drafts in ((False, planned), (True, _best(seen, taken, planned))):
-                tokens = sum(sum(own[:count]) for own, count in zip(seen, drafts, strict=True))
-                value = tokens - price * prices.seconds(sum(drafts), max(drafts))
-                load.deep[followed, slots].add(value / sum(map(bool, rows)))
+            self.lot[request].follow = request in probes and gain > proposal
 
     def _insight(self, request: Hashable, load: Load, what: str) -> float | None:
         """What ranking or looking into this request is worth, None before anything was learned."""
-        high = self.known[request].forecast.high
-        shared, own = (insight[what][high] for insight in (load.insight, self._insights[request]))
-        if not shared.count:
-            return None
-        return shared.value + own.count / (own.count + FAMILIAR) * (own.value - shared.value)
+        return load.insight.of_one(self._insights[request], what, self.known[request].forecast.high)
 
     def _load(self, requests: int) -> Load:
         return self._loads.setdefault(self.grid.load(requests), Load())
@@ -571,21 +429,3 @@ class BatchAuto(ByCost):
         """Tokens per second of plain decoding for so many requests."""
         count = len(depths)
         return count / (self.grid.cheaper([1] * count, depths)[1] + self.grid.around(count))
-
-
-def _most_valuable(rows: Survivals, taken: Sequence[int], prices: Prices, price: float) -> list[int]:
-    """Drafts of each request whose tokens are worth most, their seconds paid; for confidences that nobody has seen."""
-    return search(rows, taken, prices, lambda tokens, seconds: tokens - price * seconds)
-
-
-def _best(rows: Survivals, taken: Sequence[int], planned: Sequence[int]) -> list[int]:
-    """As many drafts as planned, for the slots that survive best."""
-    best = top(rows, sum(planned) - sum(taken))
-    return [fixed or own for fixed, own in zip(taken, best, strict=True)]
-
-
-def _average_seconds(prices: Prices, taken: Sequence[int], drafts: Sequence[int]) -> float:
-    """What a chosen row costs on average."""
-    rows = sum(drafts) - sum(taken)
-    more = prices.seconds(sum(drafts), max(drafts)) - prices.seconds(sum(taken), max(taken))
-    return more / rows if rows else 0.0
