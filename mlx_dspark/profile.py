@@ -63,14 +63,17 @@ def measure(pair: Pair, short: bool = False, progress: Callable[[str], None] = l
     near, far = depths(pair.target.context)
     budget = SHORT_SECONDS if short else None
     at_near = _verify_times(pair.target, counts, near, budget, progress)
+    draft = _draft_times(pair, near, budget, progress)
     slope: dict[int, float] = {}
+    draft_slope = 0.0
     if not short and far > near:
         at_far = _verify_times(pair.target, counts, far, None, progress)
         slope = {n: max(0.0, (at_far[n].median - at_near[n].median) / (far - near)) for n in counts}
-    draft = _draft_times(pair, near, budget, progress) if pair.draft is not None else {}
+        further = [timing.median - draft[n].median for n, timing in _draft_times(pair, far, None, progress).items()]
+        draft_slope = max(0.0, statistics.fmean(further) / (far - near)) if further else 0.0
     return CostCurve(
         rows=evened(at_near), depth=near, slope=slope, draft={n: t.median for n, t in draft.items()},
-        host=_host_seconds(pair), read=_read_seconds(pair, budget),
+        draft_slope=draft_slope, host=_host_seconds(pair), read=_read_seconds(pair, budget),
         about={"machine": machine(), "measured": time.strftime("%Y-%m-%d %H:%M:%S"), "short": short,
                "spread": {str(n): at_near[n].spread for n in counts}},
     )
@@ -149,6 +152,8 @@ def _draft_times(
     from .sampling import make_rule
     from .structs import Sampling
 
+    if pair.draft is None:
+        return {}
     draft, rule = pair.draft, make_rule(Sampling())
     state = draft.start()
     width = len(draft.taps) * (pair.target.hidden_size or 1)
@@ -165,7 +170,7 @@ def _draft_times(
         return run
 
     works = {n: work(n) for n in range(1, draft.gamma + 1)}
-    return timed(works, REPEATS, budget, lambda text: progress(f"draft: {text}"))
+    return timed(works, REPEATS, budget, lambda text: progress(f"draft at depth {depth}: {text}"))
 
 
 def _host_seconds(pair: Pair) -> float:
@@ -287,7 +292,7 @@ def table(curve: CostCurve) -> str:
               for n, s in sorted(curve.rows.items())]
     if curve.draft:
         draft = "  ".join(f"{n}: {1e3 * s:.3f}" for n, s in sorted(curve.draft.items()))
-        lines.append(f"draft ms by proposals: {draft}")
+        lines.append(f"draft ms by proposals: {draft}, {1e6 * curve.draft_slope:.3f} per 1000 positions more")
     lines.append(f"host {1e3 * curve.host:.3f} ms a round, a look at the confidences {1e3 * curve.read:.3f} ms")
     return "\n".join(lines)
 
@@ -302,7 +307,9 @@ def grid_table(grid: CostGrid) -> str:
             lines.append(f"{requests:8d}   {layout:11s}   {cells}")
         if grid.draft:
             slots = max(slots for _, slots in grid.draft)
-            lines.append(f"{requests:8d}   draft         {1e3 * grid.drafting(requests, slots):.3f} ({slots} slots)")
+            part = f", {100 * grid.part:.0f}% of that for half of them" if grid.part and requests > 1 else ""
+            whole = 1e3 * grid.drafting(requests, slots)
+            lines.append(f"{requests:8d}   draft         {whole:.3f} ({slots} slots){part}")
     most = grid.most_requests
     lines.append(f"host {1e3 * grid.around(most):.3f} ms a round of {most}, a look at the confidences "
                  f"{1e3 * grid.reading(most):.3f} ms, ranking by the device {1e3 * grid.ranking(most):.3f} ms, "

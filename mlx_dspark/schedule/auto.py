@@ -81,7 +81,7 @@ class Auto(Lookahead):
 
     def _draft_cost(self) -> float:
         """Tokens that could be committed in the time of a proposal."""
-        return self.price() * self.curve.drafting(self.gamma)
+        return self.price() * self.drafting(self.gamma)
 
     def _may_lose(self, tokens: float) -> bool:
         """Whether losing this much leaves the run ahead of plain decoding, or behind by the stake at most."""

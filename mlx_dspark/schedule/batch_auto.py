@@ -173,19 +173,20 @@ class BatchAuto(ByCost):
     def _ask(self, lines: Sequence[Line]) -> dict[Hashable, int]:
         """Slots of each request."""
         self._begin(lines)
-        price, load = self._plain_rate([line.depth for line in lines]), self._load(len(lines))
+        depths = [line.depth for line in lines]
+        price, load = self._plain_rate(depths), self._load(len(lines))
         hopes = {line.request: survivals(self._hopes(line)[: min(self._width, self.slots(line))])
                  for line in lines if line.fixed is None and self.slots(line)}
         self._price, self._worths = price, self._weigh(lines, hopes, price, load.work)
         gains, together, slots = self._gains(lines, hopes, price, load)
         always = sum(line.fixed is not None and self.taken(line) > 0 for line in lines)
-        proposals = [price * self.grid.drafting(always + more, slots, len(lines)) for more in range(len(gains) + 1)]
+        proposals = [price * self.drafting(always + more, slots, depths) for more in range(len(gains) + 1)]
         shares = Shares(gains.values(), [proposals[0], *(own + together for own in proposals[1:])])
         values = {request: shares.value(gain) for request, gain in gains.items()}
         drafting = self.lot.decide(values, gains, shares, load.odds,
                                    {request: self.known[request].forecast.rounds for request in values})
         self._reads, self._ranks = self._worth_following(drafting, price, load)
-        width = self._propose(len(drafting), always, price, load)
+        width = self._propose(len(drafting), always, price, load, depths)
         return {line.request: self.slots(line) if line.fixed is not None
                 else min(width, self.slots(line)) if line.request in drafting else 0 for line in lines}
 
@@ -272,8 +273,8 @@ class BatchAuto(ByCost):
         requests, prices = len(lines), self.prices(lines)
         row = row_seconds(prices, round(work.rows), sum(map(self.taken, lines)), requests)
         base = work.base(prices, row, requests) / requests
-        proposal = max(0.0, self.grid.drafting(len(hopes), self._width, requests) - work.proposal) / len(hopes)
-        last = self._decision
+        drafting = self.drafting(len(hopes), self._width, [line.depth for line in lines])
+        proposal, last = max(0.0, drafting - work.proposal) / len(hopes), self._decision
         return worths(hopes, {request: last.slots.get(request, last.width) for request in hopes},
                       1 / price, base, proposal, row)
 
@@ -323,7 +324,7 @@ class BatchAuto(ByCost):
         looks = ranked + looked - price * self.grid.reading(len(self.known)) >= max(0.0, ranked_only)
         return looks, ranked_only >= 0
 
-    def _propose(self, drafting: int, always: int, price: float, load: Load) -> int:
+    def _propose(self, drafting: int, always: int, price: float, load: Load, depths: Sequence[int]) -> int:
         """Slots to propose: as many as gain most, by forecasts or where the round is followed, that being paid, too."""
         if not drafting:
             return 0
@@ -333,7 +334,7 @@ class BatchAuto(ByCost):
 
             def gain(slots: int) -> float:
                 by_forecasts, followed = (drafting * load.deep[follows, slots].value for follows in (False, True))
-                proposal = self.grid.drafting(always + drafting, slots, len(self.known))
+                proposal = self.drafting(always + drafting, slots, depths)
                 return max(by_forecasts - price * proposal, followed - price * (proposal + following))
 
             self._width = max(range(1, self.gamma + 1), key=gain)  # the fewest of those that gain as much
@@ -359,7 +360,7 @@ class BatchAuto(ByCost):
     def _account(self, rounds: Sequence[Round], depths: Sequence[int]) -> None:
         """Tokens and modelled seconds of a round; not of deciding, which no probe is to blame for."""
         asked = [one.proposed for one in rounds if one.proposed]
-        proposal = self.grid.drafting(len(asked), max(asked, default=0), len(rounds))
+        proposal = self.drafting(len(asked), max(asked, default=0), depths)
         other = self.grid.around(len(rounds)) + (self._following(len(rounds)) if asked else 0.0)
         seconds = self.grid.cheaper([one.rows for one in rounds], depths)[1] + proposal + other
         tokens, plain = sum(len(one.tokens) for one in rounds), seconds * self._plain_rate(depths)
@@ -401,7 +402,7 @@ class BatchAuto(ByCost):
             load.learn_depth(past, self.gamma)
         seconds = prices.seconds(sum(looked), max(looked)) - prices.seconds(sum(planned), max(planned))
         shared = (price * seconds - row * (sum(looked) - sum(planned))) / len(seen)
-        proposal = price * self.grid.drafting(len(seen), self._width, len(rounds)) / len(seen)
+        proposal = price * self.drafting(len(seen), self._width, depths) / len(seen)
         probes = {request for request in seen if rounds[request].schedule.reason == PROBE}
         paid: dict[Hashable, float] = {}  # tokens gained by drafting, its share of the proposal not counted
         gains = [past.gains(drafts, row) for drafts in (planned, past.ranked(planned), looked)]

@@ -110,6 +110,10 @@ class ByCost:
         most = max(self.gamma, *(self.taken(line) for line in lines))
         return self.grid.prices(len(lines), most, [line.depth for line in lines])
 
+    def drafting(self, requests: int, slots: int, depths: Sequence[int]) -> float:
+        """Seconds of a proposal for so many of the requests that lie at these depths."""
+        return self.grid.drafting(requests, slots, len(depths), depths)
+
     @staticmethod
     def taken(line: Line) -> int:
         """Drafts that are verified in any case."""
@@ -117,8 +121,8 @@ class ByCost:
 
     def overhead(self, lines: Sequence[Line]) -> float:
         """Seconds of a round apart from its verify forward."""
-        asked = [line.proposed for line in lines if line.proposed]
-        return self.grid.drafting(len(asked), max(asked, default=0), len(lines)) + self.grid.around(len(lines))
+        asked, depths = [line.proposed for line in lines if line.proposed], [line.depth for line in lines]
+        return self.drafting(len(asked), max(asked, default=0), depths) + self.grid.around(len(lines))
 
     def plan(
         self, lines: Sequence[Line], confidences: Sequence[Sequence[float]], drafts: Sequence[int],

@@ -20,7 +20,8 @@ class CostCurve:
 
     rows: one verify forward by row count, at context depth `depth` (positions).
     slope: by row count, seconds more per further position of context.
-    draft: by proposals asked; any larger count costs like the next measured one, 0 costs nothing.
+    draft: by proposals asked, at the same depth; any larger count costs like the next measured one, 0 costs nothing.
+    draft_slope: seconds more of a proposal per further position, however many slots it has.
     host: per round, everything that is not a forward. read: what a look at the round's confidences adds to it.
     about: where and when it was measured.
     """
@@ -29,6 +30,7 @@ class CostCurve:
     depth: int = 0
     slope: Mapping[int, float] = field(default_factory=dict)
     draft: Mapping[int, float] = field(default_factory=dict)
+    draft_slope: float = 0.0
     host: float = 0.0
     read: float = 0.0
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -40,7 +42,7 @@ class CostCurve:
             for count, seconds in getattr(self, name).items():
                 if not (isinstance(count, int) and count >= 1 and 0 <= seconds < math.inf):
                     raise FormatError(f"a cost curve has {name}[{count!r}] = {seconds!r}: measure it again")
-        for name, value in (("host", self.host), ("read", self.read)):
+        for name, value in (("host", self.host), ("read", self.read), ("draft_slope", self.draft_slope)):
             if not 0 <= value < math.inf:
                 raise FormatError(f"a cost curve has {name} = {value!r} seconds: measure it again")
         if not all(map(math.isfinite, self.slope.values())):
@@ -67,11 +69,13 @@ class CostCurve:
     def _measured(self, rows: int) -> int:
         return min((n for n in self.rows if n >= rows), default=self.widest)
 
-    def drafting(self, proposals: int) -> float:
-        """Seconds of one proposal of this many tokens."""
+    def drafting(self, proposals: int, depth: int | None = None) -> float:
+        """Seconds of one proposal of this many tokens behind `depth` positions; a shallower one as in `verify`."""
         if proposals == 0 or not self.draft:
             return 0.0
-        return self.draft[min((n for n in self.draft if n >= proposals), default=max(self.draft))]
+        further = 0 if depth is None else max(0, depth - self.depth)
+        asked = min((n for n in self.draft if n >= proposals), default=max(self.draft))
+        return self.draft[asked] + self.draft_slope * further
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
@@ -80,6 +84,7 @@ class CostCurve:
             "depth": self.depth,
             "slope": {str(n): s for n, s in self.slope.items()},
             "draft": {str(n): s for n, s in self.draft.items()},
+            "draft_slope": self.draft_slope,
             "host": self.host,
             "read": self.read,
             "about": dict(self.about),
@@ -91,8 +96,8 @@ class CostCurve:
         try:
             tables = {name: {int(n): float(s) for n, s in facts.get(name, {}).items()} for name in
                       ("rows", "slope", "draft")}
-            return cls(depth=int(facts.get("depth", 0)), host=float(facts.get("host", 0)),
-                       read=float(facts.get("read", 0)), about=dict(facts.get("about", {})), **tables)
+            single = {name: float(facts.get(name, 0)) for name in ("draft_slope", "host", "read")}
+            return cls(depth=int(facts.get("depth", 0)), about=dict(facts.get("about", {})), **single, **tables)
         except (AttributeError, TypeError, ValueError, OverflowError) as error:
             if isinstance(error, FormatError):
                 raise

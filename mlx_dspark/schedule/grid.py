@@ -58,7 +58,7 @@ class CostGrid:
     rectangular: one verify forward by (requests, rows of the widest request).
     Either may be empty: that layout is then never chosen. Both are at context depth `depth` (positions).
     packed_slope, rectangular_slope: by the same pairs, seconds more per further position of every request.
-    draft: one batched proposal by (requests that draft, slots each); empty costs nothing.
+    draft: one batched proposal by (requests that draft, slots each); empty costs nothing. draft_slope: as of forwards.
     part: what a proposal for half of the requests takes, over one for all; 0 where that was not measured.
     host: per round, everything that is not a forward. host_request: the same, more per request.
     read: what a look at the round's confidences adds to it. read_request: the same, more per request.
@@ -75,6 +75,7 @@ class CostGrid:
     packed_slope: Mapping[Pair, float] = field(default_factory=dict)
     rectangular_slope: Mapping[Pair, float] = field(default_factory=dict)
     draft: Mapping[Pair, float] = field(default_factory=dict)
+    draft_slope: Mapping[Pair, float] = field(default_factory=dict)
     part: float = 0.0
     host: float = 0.0
     host_request: float = 0.0
@@ -94,7 +95,7 @@ class CostGrid:
                 raise FormatError(f"a cost grid has {name} = {getattr(self, name)!r} seconds: measure it again")
         if not 0 <= self.part <= 1:
             raise FormatError(f"a cost grid has part = {self.part!r}, a share: measure it again")
-        for name in ("packed_slope", "rectangular_slope"):
+        for name in ("packed_slope", "rectangular_slope", "draft_slope"):
             if not all(map(math.isfinite, getattr(self, name).values())):
                 raise FormatError(f"a cost grid has a {name} that is no number: measure it again")
         if not self.layouts:
@@ -153,18 +154,22 @@ class CostGrid:
         return Prices(self._prices(PACKED, requests, requests * most, depths),
                       self._prices(RECTANGULAR, requests, most, depths))
 
-    def drafting(self, requests: int, slots: int, among: int = 0) -> float:
+    def drafting(self, requests: int, slots: int, among: int = 0, depths: Sequence[int] = ()) -> float:
         """Seconds of one batched proposal: this many tokens for each of so many requests.
 
         among: how many take part in the round. Where a proposal for half of them was measured, others lie on the line
         through it and the one for all: timings of other counts are of another minute, and of rounds of so many alone.
+        depths: context positions of the requests, as for `verify`.
         """
         if not (self.draft and requests and slots):
             return 0.0
         if self.part and requests < among:
             share = max(requests / among, 1 - 2 * (1 - self.part) * (1 - requests / among))
-            return share * self._table("draft").price(among, slots)
-        return self._table("draft").price(requests, slots)
+            return share * self._proposal(among, slots, depths)
+        return self._proposal(requests, slots, depths)
+
+    def _proposal(self, requests: int, slots: int, depths: Sequence[int]) -> float:
+        return self._at_depth(PACKED, *self._entry("draft", requests, slots), depths)
 
     def around(self, requests: int) -> float:
         """Host seconds of a round."""
@@ -193,10 +198,10 @@ class CostGrid:
     def from_dict(cls, facts: Mapping[str, Any]) -> CostGrid:
         """The inverse of `to_dict`. Raises FormatError for anything else."""
         try:
-            packed, rectangular, packed_slope, rectangular_slope, draft = (
+            packed, rectangular, *others = (
                 {(int(n), int(m)): float(seconds) for n, row in facts.get(name, {}).items()
                  for m, seconds in row.items()} for name in TABLES)
-            return cls(packed, rectangular, int(facts.get("depth", 0)), packed_slope, rectangular_slope, draft,
+            return cls(packed, rectangular, int(facts.get("depth", 0)), *others,
                        **{name: float(facts.get(name, 0)) for name in ("part", *SECONDS)},
                        about=dict(facts.get("about", {})))
         except (AttributeError, TypeError, ValueError, OverflowError) as error:
@@ -221,9 +226,10 @@ class CostGrid:
             {(n, rows // n): value for (n, rows), value in table.items() if rows % n == 0} for table in (packed, slope))
         draft = {(n, asked): seconds * min(n, _split(curve, n * asked) / _split(curve, asked))
                  for n in range(1, counts[-1] + 1) for asked, seconds in curve.draft.items()}
+        draft_slope = {(n, asked): n * curve.draft_slope for n, asked in draft} if curve.draft_slope else {}
         about = {**curve.about, "derived": "from the cost curve of one request, by the rows of all requests together"}
-        return cls(packed, rectangular, curve.depth, slope, rectangular_slope, draft, host=curve.host, read=curve.read,
-                   about=about)
+        return cls(packed, rectangular, curve.depth, slope, rectangular_slope, draft, draft_slope, host=curve.host,
+                   read=curve.read, about=about)
 
     @cached_property
     def _measured(self) -> dict[str, _Table]:
@@ -272,7 +278,7 @@ class CostGrid:
         return [_moved(base, slope * further) for base, slope in zip(seconds, slopes, strict=True)]
 
 
-TABLES = ("packed", "rectangular", "packed_slope", "rectangular_slope", "draft")
+TABLES = ("packed", "rectangular", "packed_slope", "rectangular_slope", "draft", "draft_slope")
 
 
 class _Table:

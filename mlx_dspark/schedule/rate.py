@@ -160,9 +160,13 @@ class Lookahead:
         """Seconds of a verify forward at the present depth."""
         return self._verify[min(rows, len(self._verify)) - 1]
 
+    def drafting(self, proposed: int) -> float:
+        """Seconds of a proposal at the present depth."""
+        return self.curve.drafting(proposed, self.depth or None)
+
     def seconds(self, proposed: int, width: int) -> float:
         """Modelled seconds of a round."""
-        return self.curve.drafting(proposed) + self.verify(width + 1) + self.curve.host
+        return self.drafting(proposed) + self.verify(width + 1) + self.curve.host
 
     def price(self) -> float:
         """lambda."""
