@@ -585,6 +585,14 @@ def test_decisions_that_keep_badly_are_made_anew():
     assert decided["swinging"] > 1.2 * decided["steady"], decided
 
 
+def test_nobody_drafts_where_context_makes_proposals_dear():
+    policy, rounds, _ = replayed(replace(dear(0.0), draft_slope={(3, GAMMA): 3e-4}))
+    assert rounds[-1][1].drafts[0]
+    for depth, drafts in (0, True), (20000, False):
+        slots = copy.deepcopy(policy).before([Line(request, left=99, depth=depth) for request in range(3)])
+        assert any(slots.values()) == drafts
+
+
 def test_standing_is_cheaper_in_all(monkeypatch):
     standing = replayed(dear(0.05))[2].rate
     monkeypatch.setattr(batch_auto, "STAND", 1)

@@ -54,14 +54,27 @@ def test_a_text_that_differs_is_found(prompts, monkeypatch):
 
 def test_requests_are_served_under_every_policy_and_load():
     prompts = [[5, 6, 7, 8], [9, 10, 11]]
-    document = bench_requests(embedded_pair(), prompts, [1, 3], ["fixed:2"], 8, 1)
+    document = bench_requests(embedded_pair(), prompts, [1, 3], ["fixed:2"], 8, 1)  # one repeat has no error
     assert list(document["loads"]) == ["1", "3"] and list(document["latency"]) == ["plain", "fixed:2"]
     for load, policies in document["loads"].items():
         plain = policies["plain"]
         assert plain["tau"] == plain["rows_per_request"] == plain["parked_share"] == plain["over_plain"]["all"] == 1
+        assert plain["over_plain"]["error"] is None and "over_best" not in plain
         fixed = policies["fixed:2"]
         assert 1 < fixed["rows_per_request"] <= 3 and 1 <= fixed["tau"] <= 3 and fixed["parked_share"] < 0.5
-        assert fixed["texts_equal_plain"] == fixed["texts"] == 2 * int(load)
+        assert fixed["texts_equal_plain"] == fixed["texts"] == bench_requests_module.WAVES * int(load)
+
+
+def test_a_policy_that_schedules_is_compared_with_the_best_that_does_not():
+    def served(*rates):
+        return [bench_requests_module.Served(rate, 1.0, 1, 1, 0, rate) for rate in rates]
+
+    unscheduled = {"plain": served(10, 10, 10), "fixed:1": served(20, 20, 20), "fixed": served(5, 5, 5)}
+    reports = bench_requests_module._reports({**unscheduled, "auto": served(20, 22, 24)})
+    error = pytest.approx(0.2 / 12**0.5, abs=1e-4)
+    assert reports["auto"]["over_best"] == {"best": "fixed:1", "all": 1.1, "error": error}
+    assert reports["auto"]["over_plain"]["all"] == 2.2
+    assert not any("over_best" in reports[name] for name in unscheduled)
 
 
 def test_rounds_by_turns_fill_every_place(monkeypatch):

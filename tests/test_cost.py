@@ -9,7 +9,7 @@ from mlx_dspark.errors import FormatError
 from mlx_dspark.schedule.cost import CostCurve
 
 MEASURED = CostCurve(rows={1: 1.0, 2: 1.1, 5: 1.4, 8: 2.6}, depth=512, slope={1: 1e-4, 2: 2e-4, 8: -1e-3},
-                     draft={1: 0.05, 4: 0.1, 7: 0.3}, host=0.02, read=0.03, about={"chip": "x"})
+                     draft={1: 0.05, 4: 0.1, 7: 0.3}, draft_slope=1e-5, host=0.02, read=0.03, about={"chip": "x"})
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,9 @@ def test_depth_is_a_slope_per_row_count(rows, depth, seconds):
     ("proposals", "seconds"), [(0, 0), (1, 0.05), (2, 0.1), (4, 0.1), (5, 0.3), (7, 0.3), (9, 0.3)])
 def test_drafting_costs_like_the_next_larger_count(proposals, seconds):
     assert MEASURED.drafting(proposals) == seconds
-    assert CostCurve(rows={1: 1.0}).drafting(proposals) == 0
+    assert CostCurve(rows={1: 1.0}).drafting(proposals) == CostCurve(rows={1: 1.0}).drafting(proposals, 9000) == 0
+    assert MEASURED.drafting(proposals, 512) == MEASURED.drafting(proposals, 12) == seconds
+    assert MEASURED.drafting(proposals, 1512) == pytest.approx(seconds + 1e-2 * (proposals > 0))
 
 
 def test_a_curve_survives_json():
@@ -65,6 +67,7 @@ def test_a_curve_survives_json():
         pytest.param({"rows": {"1": None}}, id="null"),
         pytest.param({"rows": {"1": 1.0}, "draft": {"3": -0.1}}, id="negative-draft"),
         pytest.param({"rows": {"1": 1.0}, "slope": 3}, id="slope-number"),
+        pytest.param({"rows": {"1": 1.0}, "draft_slope": -1e-6}, id="negative-draft-slope"),
         pytest.param({"rows": {"1": 1.0}, "depth": "deep"}, id="depth-word"),
         pytest.param({"rows": {"1": 1.0}, "host": []}, id="host-list"),
         pytest.param({"rows": {"1": 1.0}, "about": 3}, id="about-number"),

@@ -47,7 +47,7 @@ class Fake:
 
     def propose(self, slots):
         self.clock.calls.append(("draft", slots, self.depth))
-        self.clock.now += 0.01 * self.requests + 0.02 * slots
+        self.clock.now += 0.01 * self.requests + 0.02 * slots + self.depth * 1e-4 * slots
 
 
 pytestmark = pytest.mark.usefixtures("unmeasured")
@@ -67,7 +67,8 @@ def test_every_count_is_timed_in_both_layouts_at_two_depths(monkeypatch):
             row = 0.1 if requests == 1 else 0.08  # one request is run as packed
             assert grid.rectangular[requests, width] == pytest.approx(1.5 + row * requests * width)
         assert {slots for n, slots in grid.draft if n == requests} == {1, 2, 3}
-        assert grid.draft[requests, 3] == pytest.approx(0.01 * requests + 0.06)
+        assert grid.draft[requests, 3] == pytest.approx(0.01 * requests + 0.06 + 0.15)
+        assert [grid.draft_slope[requests, slots] for slots in (1, 2, 3)] == pytest.approx([2e-4] * 3), "one for all"
     assert [*grid.packed_slope.values(), *grid.rectangular_slope.values()] == pytest.approx([1e-3] * 36)
     assert grid.verify("packed", [2, 1], [1500, 1500]) == pytest.approx(1.8 + 1.0)
 
@@ -85,7 +86,7 @@ def test_a_target_with_windows_is_measured_packed_only(monkeypatch):
     monkeypatch.setattr(Fake, "layouts", ("packed",))
     monkeypatch.setattr(Fake, "slots", 0)
     grid = measure_grid(Clock(monkeypatch).begin, [1, 2], (500, 500), CURVE)
-    assert grid.layouts == ("packed",) and grid.draft == {} and grid.packed_slope == {}
+    assert grid.layouts == ("packed",) and grid.draft == {} and grid.packed_slope == grid.draft_slope == {}
     assert grid.widest == 8, "without a draft as wide as the usual block"
 
 
@@ -299,11 +300,13 @@ def test_a_drafting_round_is_priced_as_it_was_measured():
 
 
 def test_forwards_between_measured_rounds_keep_their_shape():
-    """A step lies where it was; where forwards cost the same, what was measured rises evenly."""
+    """A step lies where it was, what was measured cheaper is cheaper; where forwards cost the same, it goes evenly."""
     flat = {(2, 2): 1.0, (2, 3): 1.0, (2, 4): 1.0, (2, 5): 1.0, (2, 6): 2.0, (2, 7): 2.0, (2, 8): 2.0}
     whole = costs.with_around(CostGrid(flat), {2: Around(host=0.0, surplus={1: 0.1, 2: 1.4, 3: 1.3})})
-    assert whole.packed == pytest.approx({(2, 2): 1.0, (2, 3): 1.05, (2, 4): 1.1, (2, 5): 1.1, (2, 6): 2.4, (2, 7): 2.4,
-                                          (2, 8): 2.4})
+    assert whole.packed == pytest.approx({(2, 2): 1.0, (2, 3): 1.05, (2, 4): 1.1, (2, 5): 1.1, (2, 6): 2.4,
+                                          (2, 7): 2.35, (2, 8): 2.3})
+    cheap = costs.with_around(CostGrid(flat), {2: Around(host=0.0, surplus={1: -0.2, 2: 0.4, 3: 0.3})})
+    assert cheap.packed[2, 4] == 1.0, "but not cheaper than without drafts"
 
 
 @pytest.mark.parametrize("text", ["0", "x", "1,,2", "1000"])

@@ -15,7 +15,8 @@ MEASURED = CostGrid(
     rectangular={(1, 1): 1.0, (1, 8): 2.0, (4, 1): 1.4, (4, 2): 1.9, (4, 4): 3.0},
     depth=500, packed_slope={(1, 1): 1e-3, (1, 8): 1e-3, (4, 4): 2e-3, (4, 16): 2e-3},
     rectangular_slope={(1, 1): 1e-3, (4, 4): -1.0},
-    draft={(1, 2): 0.1, (1, 7): 0.2, (4, 7): 0.5}, host=0.05, host_request=0.01, read=0.03, about={"chip": "x"})
+    draft={(1, 2): 0.1, (1, 7): 0.2, (4, 7): 0.5}, draft_slope={(1, 7): 1e-4, (4, 7): 4e-4},
+    host=0.05, host_request=0.01, read=0.03, about={"chip": "x"})
 
 
 @pytest.mark.parametrize(("layout", "rows", "seconds"), [
@@ -69,6 +70,13 @@ def test_rectangular_reads_as_many_keys_for_all_as_for_the_deepest():
 def test_drafting_costs_like_the_next_larger_count(requests, slots, seconds):
     assert MEASURED.drafting(requests, slots) == pytest.approx(seconds)
     assert replace(MEASURED, draft={}).drafting(requests, slots) == 0
+
+
+@pytest.mark.parametrize(("requests", "among", "depths", "seconds"), [
+    (4, 4, [1000] * 4, 0.7), (4, 4, [500, 500, 500, 1500], 0.6), (4, 4, [100] * 4, 0.34), (8, 8, [1000] * 8, 1.4),
+    (2, 4, [1000] * 4, 0.7 * 0.8), (1, 1, [1500], 0.3)])
+def test_a_proposal_costs_more_behind_more_context(requests, among, depths, seconds):
+    assert replace(MEASURED, part=0.8).drafting(requests, 7, among, depths) == pytest.approx(seconds)
 
 
 def test_part_of_a_proposal_lies_on_the_line_through_half_of_it():

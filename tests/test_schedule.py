@@ -212,13 +212,21 @@ def test_a_round_is_learned_once_and_late_ones_come_later(text):
 def test_the_depth_of_the_context_enters():
     """Rows that were free at depth 0 are not at a depth where each reads a long cache."""
     rows = {n: 1 + 0.01 * n for n in range(1, 9)}
-    curve = CostCurve(rows=rows, slope={n: 1e-4 * n for n in rows}, draft={GAMMA: 0.1})
+    curve = CostCurve(rows=rows, slope={n: 1e-4 * n for n in rows}, draft={GAMMA: 0.1}, draft_slope=2e-5)
     policy = make_policy("rate", GAMMA, True, curve)
     shallow = policy.after(GAMMA, (0.7,) * GAMMA)
     policy.before([landed(1, (0.7,) * GAMMA, start=20000)])
     deep = policy.after(GAMMA, (0.7,) * GAMMA)
     assert deep.drafts < shallow.drafts
-    assert deep.seconds == pytest.approx(0.1 + curve.verify(deep.drafts + 1, 20001))
+    assert deep.seconds == pytest.approx(0.1 + 0.4 + curve.verify(deep.drafts + 1, 20001), abs=1e-4)
+
+
+def test_auto_parks_where_context_makes_proposals_dear():
+    curve = replace(CURVES["flat"], draft_slope=1e-4)
+    for start, drafts in (0, True), (20000, False):
+        policy = taught("auto", curve, kind="steady")
+        asked = policy.before([landed(index, (0.7,) * GAMMA, start=start) for index in range(41, 51)])
+        assert bool(asked) == drafts
 
 
 # The forecast
