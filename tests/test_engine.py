@@ -16,6 +16,7 @@ from mlx_dspark import generate
 from mlx_dspark.errors import CacheError
 from mlx_dspark.generate import collect, stream_generate, token_limit
 from mlx_dspark.schedule import CostCurve
+from mlx_dspark.schedule.batch import BatchFixed
 from mlx_dspark.serve import Engine, EngineBusy, EngineClosed, EngineError, EngineOptions, Request, batch, engine
 from mlx_dspark.structs import KVOptions, Sampling
 
@@ -596,3 +597,24 @@ def test_a_process_that_served_ends_cleanly():
               "    print(sum(len(chunk.ids) for chunk in engine.submit(Request((5, 6, 7), 4))))")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "4\n", "")
+
+
+def test_a_policy_reflects_while_the_device_works():
+    calls = []
+
+    class Told(BatchFixed):
+        def before(self, lines):
+            calls.append("before")
+            return super().before(lines)
+
+        def learn(self, landed):
+            calls.append("learn")
+
+        def reflect(self):
+            calls.append(f"reflect on {len(shared._flying)}")
+
+    shared = batch.Batch(golden_pair(), Told(2, "fixed"))
+    batch.join_at_once(shared, 0, PROMPTS[0], 40)
+    for _ in range(4):
+        shared.step()
+    assert calls[-6:] == ["learn", "before", "reflect on 1"] * 2, calls

@@ -2,7 +2,7 @@
 
 `before(lines)` is asked before the draft runs: how many tokens to draft for each request, 0 leaving it out of
 the batched proposal. `after(lines)` is asked once the drafts exist: how many of each request's to verify,
-and in which layout. `learn(rounds)` hands back what came of it.
+and in which layout. `learn(rounds)` hands back what came of it, `reflect()` gives time to think about that.
 
 The admission of a slot may use c_1..c_j of its own request, and of other requests what follows tokens that are
 admitted there. It is never shown a draft token. So no request's text depends on how it was scheduled, and
@@ -39,6 +39,9 @@ class BatchPolicy(Reads, Protocol):
     def learn(self, landed: Mapping[Hashable, Round]) -> None:
         """The finished rounds of all requests that shared a forward."""
 
+    def reflect(self) -> None:
+        """Asked once the next round is on its way: work that it did not need is free while the device is busy."""
+
 
 @dataclass(frozen=True)
 class BatchFixed:
@@ -64,6 +67,9 @@ class BatchFixed:
 
     def learn(self, landed: Mapping[Hashable, Round]) -> None:
         """Nothing changes its mind."""
+
+    def reflect(self) -> None:
+        """It has nothing to think about."""
 
     def _wanted(self, line: Line) -> int:
         return self.width if line.fixed is None else line.fixed

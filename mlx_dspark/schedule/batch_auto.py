@@ -29,7 +29,7 @@ from .forecast import Forecast
 from .grid import PACKED, CostGrid, Prices
 from .hindsight import LOOK, RANK, Hindsight, Insight, Load, average_seconds, most_valuable
 from .lines import Known, Line, Plan
-from .parking import PROBE, WARM_UP, hoped
+from .parking import PROBE, WARM_UP, Parking, hoped
 from .ranking import Survivals, climb, survivals
 from .rate import Calibrate
 from .refine import Shift, Spread
@@ -65,6 +65,28 @@ class Decision:
         return self.stood + 1 < self.rounds
 
 
+@dataclass(frozen=True)
+class Case:
+    """A finished round that is to be judged, by what was known when it landed.
+
+    requests: all of them, in order; confidences and forecasts are theirs. seen: those that showed confidences, with
+    their insight and their place in the lot. proposal: what each of these paid for its draft, in tokens. looked: drafts
+    that were chosen by looking, None where nobody looked. old: the plan of STAND rounds before. ranks: whether rows
+    went to the best slots.
+    """
+
+    past: Hindsight
+    requests: Sequence[Hashable]
+    confidences: Sequence[Sequence[float]]
+    forecasts: Sequence[Forecast]
+    seen: Mapping[Hashable, tuple[Insight, Parking]]
+    probes: set[Hashable]
+    proposal: float
+    looked: Sequence[int] | None
+    old: Mapping[Hashable, int] | None
+    ranks: bool
+
+
 class BatchAuto(ByCost):
     """Lookahead over all requests, with parking request by request."""
 
@@ -79,7 +101,10 @@ class BatchAuto(ByCost):
         self._width, self._drafted = self.gamma, 0  # slots proposed, and by how many decisions
         self._stood = 0  # decisions that were good for more than a round
         self._decision = Decision({})
-        self._landed: list[Mapping[Hashable, Round]] = []  # rounds that nothing was learned from yet
+        # Rounds that nothing was learned from yet, each with the plan of STAND rounds before it.
+        self._landed: list[tuple[Mapping[Hashable, Round], Mapping[Hashable, int] | None]] = []
+        self._old: Mapping[Hashable, int] | None = None
+        self._cases: list[Case] = []  # rounds that were learned from and are not judged
         self._planned: deque[Mapping[Hashable, int]] = deque(maxlen=STAND + 1)  # of the last rounds and the present one
         self._price = 0.0  # tokens that a second was worth at the last decision
         self._worths: dict[Hashable, float] = {}  # of a token by request, in tokens of plain decoding
@@ -226,24 +251,34 @@ class BatchAuto(ByCost):
         return decision.plan
 
     def learn(self, landed: Mapping[Hashable, Round]) -> None:
-        """Rounds by an old decision are taken in with the next one that says more, all at once."""
-        self._landed.append(landed)
-        if not self._decision.stays or any(one.confidences for one in landed.values()):
-            self._catch_up()
+        """Taken in with the next decision, or while the device works on a round that needs none."""
+        self._landed.append((landed, self._planned[0] if len(self._planned) > STAND else None))
+
+    def reflect(self) -> None:
+        """Take in what has landed, and judge what was put off."""
+        self._catch_up()
+        for case in self._cases:
+            self._judge(case)
+        self._cases.clear()
 
     def _catch_up(self) -> None:
-        for landed in self._landed:
+        for landed, old in self._landed:
+            self._old = old
             super().learn(landed)
         self._landed.clear()
 
     def learn_confidences(self, landed: Mapping[Hashable, Round], seen: Mapping[Hashable, Sequence[float]]) -> None:
-        """Was it good to draft, and to look?"""
+        """Was it good to draft, and to look? What probes have found is asked at once, the rest may wait."""
         rounds = {request: one for request, one in landed.items() if one.rows}
         if not rounds:
             return
         depths = [one.start + len(one.tokens) for one in rounds.values()]
         self._account(list(rounds.values()), depths)
-        self._judge(rounds, {r: own for r, own in seen.items() if not self.known[r].fixed}, depths)
+        case = self._witness(rounds, {r: own for r, own in seen.items() if not self.known[r].fixed}, depths)
+        if case is not None and case.probes:
+            self._judge(case)
+        elif case is not None:
+            self._cases.append(case)
         super().learn_confidences(landed, seen)
         self._learn_flags(rounds, seen)
         self.lot.learned({request: landed[request].schedule.reason for request in seen})
@@ -372,52 +407,58 @@ class BatchAuto(ByCost):
         """Seconds that the last drafting round spent on following its confidences."""
         return self.grid.reading(requests) if self._looked else self.grid.ranking(requests) * self._ranks
 
-    def _judge(
+    def _witness(
         self, rounds: Mapping[Hashable, Round], seen: Mapping[Hashable, Sequence[float]], depths: Sequence[int]
-    ) -> None:
+    ) -> Case | None:
+        """What can be judged of a round later; None where everybody's forecast is older than when it is needed."""
+        for request in seen:
+            self.known[request].forecast.age = rounds[request].index - self.known[request].observed
+        probes = {request for request in seen if rounds[request].schedule.reason == PROBE}
+        if not probes and not any(self.known[request].forecast.age == 1 for request in seen):
+            return None
+        confidences = [seen.get(request, ()) for request in rounds]
+        forecasts = [self.known[request].forecast if request in seen else self._typical for request in rounds]
+        rows = list(map(self.weighed, rounds, confidences))
+        expected = [self.weighed(request, one.expected()[: len(own)])
+                    for request, one, own in zip(rounds, forecasts, rows, strict=True)]
+        taken = [0 if request in seen else one.rows - 1 for request, one in rounds.items()]
+        price, prices = self._plain_rate(depths), self.grid.prices(len(rounds), max(self.gamma, *taken), depths)
+        return Case(
+            Hindsight(rows, expected, taken, prices, price, ranks=self.temperatures is not None), list(rounds),
+            confidences, [own.kept() for own in forecasts],
+            {request: (self._insights[request], self.lot[request]) for request in seen}, probes,
+            price * self.drafting(len(seen), self._width, depths) / len(seen),
+            [one.rows - 1 for one in rounds.values()] if self._looked else None, self._old, self._ranks)
+
+    def _judge(self, case: Case) -> None:
         """Value of the plans made by looking, by the device and by the forecasts, under what was seen.
 
         Each request's gain pays for its own rows; what the seconds of the two plans differ besides is shared.
         """
-        for request in seen:
-            self.known[request].forecast.age = rounds[request].index - self.known[request].observed
-        if not any(self.known[request].forecast.age == 1 or rounds[request].schedule.reason == PROBE
-                   for request in seen):
-            return
-        confidences = [seen.get(request, ()) for request in rounds]
-        forecasts = [self.known[request].forecast if request in seen else self._typical for request in rounds]
-        rows = list(map(self.weighed, rounds, confidences))
-        taken = [0 if request in seen else one.rows - 1 for request, one in rounds.items()]
-        price, load = self._plain_rate(depths), self._load(len(rounds))
-        prices = self.grid.prices(len(rounds), max(self.gamma, *taken), depths)
-        looked = [one.rows - 1 for one in rounds.values()] if self._looked else (
-            self._look(rows, confidences, forecasts, taken, prices, price))
-        expected = [self.weighed(request, one.expected()[: len(own)])
-                    for request, one, own in zip(rounds, forecasts, rows, strict=True)]
-        past = Hindsight(rows, expected, taken, prices, price, ranks=self.temperatures is not None)
+        past, load = case.past, self._load(len(case.requests))
+        rows, taken, prices, price = past.rows, past.taken, past.prices, past.price
+        looked = case.looked or self._look(rows, case.confidences, case.forecasts, taken, prices, price)
         planned, row = past.planned, past.row(looked)
-        if not any(taken) and len(self._planned) > STAND:
-            load.learn_staleness(past, list(rounds), self._planned[0], row, self._ranks)
+        if not any(taken) and case.old is not None:
+            load.learn_staleness(past, case.requests, case.old, row, case.ranks)
         if max(map(len, rows)) == self.gamma:
             load.learn_depth(past, self.gamma)
         seconds = prices.seconds(sum(looked), max(looked)) - prices.seconds(sum(planned), max(planned))
-        shared = (price * seconds - row * (sum(looked) - sum(planned))) / len(seen)
-        proposal = price * self.drafting(len(seen), self._width, depths) / len(seen)
-        probes = {request for request in seen if rounds[request].schedule.reason == PROBE}
+        shared = (price * seconds - row * (sum(looked) - sum(planned))) / len(case.seen)
         paid: dict[Hashable, float] = {}  # tokens gained by drafting, its share of the proposal not counted
         gains = [past.gains(drafts, row) for drafts in (planned, past.ranked(planned), looked)]
-        for request, forecast, by_forecast, by_rank, by_look in zip(rounds, forecasts, *gains, strict=True):
-            if request not in seen:
+        for request, forecast, by_forecast, by_rank, by_look in zip(case.requests, case.forecasts, *gains, strict=True):
+            if request not in case.seen:
                 continue
             if forecast.age == 1:  # after a pause the forecast is worse than when it is needed
-                for insight in (load.insight, self._insights[request]):
+                for insight in (load.insight, case.seen[request][0]):
                     insight[RANK][forecast.high].add(by_rank - by_forecast)
                     insight[LOOK][forecast.high].add(by_look - by_rank - shared)
             paid[request] = by_look
-        if len(probes) == len(seen):  # nobody else drafted: the proposal is theirs, and one verdict is for all
+        if len(case.probes) == len(case.seen):  # nobody else drafted: the proposal is theirs, one verdict is for all
             paid = dict.fromkeys(paid, sum(paid.values()) / len(paid))
-        for request, gain in paid.items():
-            self.lot[request].follow = request in probes and gain > proposal
+        for request in case.probes:
+            case.seen[request][1].follow = paid[request] > case.proposal
 
     def _insight(self, request: Hashable, load: Load, what: str) -> float | None:
         """What ranking or looking into this request is worth, None before anything was learned."""

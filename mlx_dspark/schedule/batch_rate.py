@@ -64,6 +64,9 @@ class ByCost:
                     self.refine.learn(given, one.accepted, one.rows - 1)
         self.learn_confidences(landed, seen)
 
+    def reflect(self) -> None:
+        """All was learned at once."""
+
     def learn_confidences(self, landed: Mapping[Hashable, Round], seen: Mapping[Hashable, Sequence[float]]) -> None:
         """Confidences of finished rounds, refined, are free to look at."""
         for request, confidences in seen.items():

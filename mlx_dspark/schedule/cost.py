@@ -96,8 +96,9 @@ class CostCurve:
         try:
             tables = {name: {int(n): float(s) for n, s in facts.get(name, {}).items()} for name in
                       ("rows", "slope", "draft")}
-            single = {name: float(facts.get(name, 0)) for name in ("draft_slope", "host", "read")}
-            return cls(depth=int(facts.get("depth", 0)), about=dict(facts.get("about", {})), **single, **tables)
+            return cls(depth=int(facts.get("depth", 0)), draft_slope=float(facts.get("draft_slope", 0)),
+                       host=float(facts.get("host", 0)), read=float(facts.get("read", 0)),
+                       about=dict(facts.get("about", {})), **tables)
         except (AttributeError, TypeError, ValueError, OverflowError) as error:
             if isinstance(error, FormatError):
                 raise

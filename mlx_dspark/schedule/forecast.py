@@ -44,10 +44,15 @@ class Forecast:
         """Whether the last observed round was above average."""
         return self._shared > 0
 
-    def for_another_text(self) -> Forecast:
-        """A copy for a new run: what slots are like stays, what the last round was like does not."""
+    def kept(self) -> Forecast:
+        """A copy that stays as it is."""
         other = copy.copy(self)
         other.means, other.seen = list(self.means), list(self.seen)
+        return other
+
+    def for_another_text(self) -> Forecast:
+        """A copy for a new run: what slots are like stays, what the last round was like does not."""
+        other = self.kept()
         other._shared, other.age = 0.0, 0
         return other
 

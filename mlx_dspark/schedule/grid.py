@@ -198,11 +198,11 @@ class CostGrid:
     def from_dict(cls, facts: Mapping[str, Any]) -> CostGrid:
         """The inverse of `to_dict`. Raises FormatError for anything else."""
         try:
-            packed, rectangular, *others = (
+            packed, rectangular, packed_slope, rectangular_slope, draft, draft_slope = (
                 {(int(n), int(m)): float(seconds) for n, row in facts.get(name, {}).items()
                  for m, seconds in row.items()} for name in TABLES)
-            return cls(packed, rectangular, int(facts.get("depth", 0)), *others,
-                       **{name: float(facts.get(name, 0)) for name in ("part", *SECONDS)},
+            return cls(packed, rectangular, int(facts.get("depth", 0)), packed_slope, rectangular_slope, draft,
+                       draft_slope, **{name: float(facts.get(name, 0)) for name in ("part", *SECONDS)},
                        about=dict(facts.get("about", {})))
         except (AttributeError, TypeError, ValueError, OverflowError) as error:
             if isinstance(error, FormatError):

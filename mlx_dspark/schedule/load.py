@@ -112,6 +112,7 @@ def replay_load(policy: BatchPolicy, contents: Sequence[Content], grid: CostGrid
         places = [place + kept + 1 for place, kept in zip(places, accepted, strict=True)]
         tokens, rows = tokens + sum(accepted) + requests, rows + sum(widths)
         drafted, packed = drafted + len(proposing), packed + (plan.layout == PACKED)
+        policy.reflect()
         policy.learn({
             line.request: landed(index + 1, line.proposed, kept, plan.schedule(line.request),
                                  own if policy.uses_confidence else None, grid.depth)

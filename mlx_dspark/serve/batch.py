@@ -131,6 +131,7 @@ class Batch:
         self.policy.learn({own.member.number: own.round for own in landed})
         if not settled or not self._flying:
             self._launch()
+        self.policy.reflect()
         return landed
 
     def _launch(self) -> None:

@@ -218,6 +218,9 @@ class _Decided(BatchFixed):
     def learn(self, landed: Mapping[Hashable, Round]) -> None:
         self.decides.learn(landed)
 
+    def reflect(self) -> None:
+        self.decides.reflect()
+
 
 class _Half(BatchFixed):
     """Verify every other draft."""
