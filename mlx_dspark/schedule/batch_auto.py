@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..structs import Round
@@ -46,15 +46,13 @@ class Decision:
     """Slots and rows of a round, and of those after it while nothing speaks against it.
 
     slots: by request. width: of everybody who drafts and has use for so many, 0 if nobody drafts. planned: drafts of
-    each request before any of them were left to the device. least: the lowest survival of these. plan: None where it
-    must be drawn up for the requests that are there now. rounds: for so many it is good. stood: how many of them were
-    after its own.
+    each request before any of them were left to the device. plan: None where it must be drawn up for the requests that
+    are there now. rounds: for so many it is good. stood: how many of them were after its own.
     """
 
     slots: Mapping[Hashable, int]
     width: int = 0
     planned: Mapping[Hashable, int] = field(default_factory=dict)
-    least: float = 1.0
     plan: Plan | None = None
     rounds: float = 1
     stood: int = 0
@@ -165,11 +163,12 @@ class BatchAuto(ByCost):
             decision.slots, decision.plan = slots, None
 
     def _adapt(self, decision: Decision, lines: Sequence[Line]) -> Plan:
-        """An old decision for those who are there now; of new ones the slots are verified that survive as well."""
-        drafts = {line.request: min(decision.planned[line.request], line.proposed) if line.request in decision.planned
-                  else sum(own >= decision.least for own in self.weighed(line.request, self.current(line)))
-                  for line in lines}
-        layout = self.prices(lines).layout(sum(drafts.values()), max(drafts.values()))
+        """An old decision for those who are there now: what is drafted stays, rows are shared out anew."""
+        rows, taken = [self.weighed(line.request, self.current(line)) for line in lines], [0] * len(lines)
+        prices = self.prices(lines)
+        found = most_valuable(rows, taken, prices, self._price)
+        drafts = {line.request: count for line, count in zip(lines, found, strict=True)}
+        layout = prices.layout(sum(found), max(found))
         return self._draw_up(decision, lines, Plan(
             drafts, layout, self.name, {line.request: self._reason(line, drafts[line.request]) for line in lines}))
 
@@ -210,10 +209,33 @@ class BatchAuto(ByCost):
         values = {request: shares.value(gain) for request, gain in gains.items()}
         drafting = self.lot.decide(values, gains, shares, load.odds,
                                    {request: self.known[request].forecast.rounds for request in values})
+        if drafting and len(drafting) < len(hopes) and self._pays_for_all(drafting, hopes, lines, slots, price):
+            drafting |= self.lot.invite(hopes.keys() - drafting)
         self._reads, self._ranks = self._worth_following(drafting, price, load)
         width = self._propose(len(drafting), always, price, load, depths)
         return {line.request: self.slots(line) if line.fixed is not None
                 else min(width, self.slots(line)) if line.request in drafting else 0 for line in lines}
+
+    def _pays_for_all(
+        self, drafting: set[Hashable], hopes: Mapping[Hashable, Sequence[float]], lines: Sequence[Line], slots: int,
+        price: float,
+    ) -> bool:
+        """Whether drafting for everybody is worth more than for some, the best rows and the proposal paid.
+
+        Where more rows take less time, those who would not pay by themselves make the others' rows cheaper.
+        """
+        taken, prices, depths = [self.taken(line) for line in lines], self.prices(lines), [line.depth for line in lines]
+        always = sum(map(bool, taken))
+
+        def worth(requests: Collection[Hashable]) -> float:
+            rows = [self.worths(line.request, hopes[line.request]) if line.request in requests else []
+                    for line in lines]
+            drafts = most_valuable(rows, taken, prices, price)
+            tokens = sum(sum(own[:count]) for own, count in zip(rows, drafts, strict=True))
+            proposal = self.drafting(always + len(requests), slots, depths)
+            return tokens - price * (prices.seconds(sum(drafts), max(drafts)) + proposal)
+
+        return worth(hopes.keys()) > worth(drafting)
 
     def _begin(self, lines: Sequence[Line]) -> None:
         """A round begins, for those who are there now."""
@@ -237,8 +259,6 @@ class BatchAuto(ByCost):
             drafts = self._look(rows, confidences, forecasts, taken, prices, price)
         else:
             drafts = most_valuable(rows, taken, prices, price)
-        decision.least = min((own[count - 1] for own, count in zip(rows, drafts, strict=True) if own and count),
-                             default=1.0)
         decision.rounds = self._keeps(lines)
         return self._draw_up(decision, lines, self.plan(
             lines, confidences, drafts, list(map(self._reason, lines, drafts))))
@@ -326,7 +346,7 @@ class BatchAuto(ByCost):
         A round is worth more than the best plan for its expected confidences, because the plan can still follow
         what is seen: that much is learned from past rounds.
         """
-        rows = {request: [self.worth(request) * survival for survival in own] for request, own in hopes.items()}
+        rows = {request: self.worths(request, own) for request, own in hopes.items()}
         taken, prices = [self.taken(line) for line in lines], self.prices(lines)
         drafts = most_valuable([rows.get(line.request, []) for line in lines], taken, prices, price)
         average = price * average_seconds(prices, taken, drafts)

@@ -7,7 +7,7 @@ draft, and all together where nobody does.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Set
 
 from .parking import PROBE, STAKE, WARM_UP, Odds, Parking
 from .worth import Shares
@@ -65,6 +65,13 @@ class ParkingLot:
             drafting.add(request)
         self._probe(drafting, values, gains, shares, odds)
         return drafting
+
+    def invite(self, parked: Set[Hashable]) -> Set[Hashable]:
+        """Let these draft after all; returns them."""
+        for request in parked:
+            self._places[request].draft("beside the others it pays")
+        self.probes_in = math.inf
+        return parked
 
     def _review(self, values: Mapping[Hashable, float], odds: Odds, seen: Mapping[Hashable, int]) -> None:
         """What drafting is worth after the last round, and whether its probes found that it has come to pay."""

@@ -105,8 +105,12 @@ class ByCost:
 
     def weighed(self, request: Hashable, confidences: Sequence[float]) -> list[float]:
         """Survivals by what a token of the request is worth."""
+        return self.worths(request, survivals(confidences))
+
+    def worths(self, request: Hashable, survivals: Sequence[float]) -> list[float]:
+        """What the tokens of these slots are worth, by how they survive."""
         own = self.worth(request)
-        return [own * survival for survival in survivals(confidences)]
+        return [own * survival for survival in survivals]
 
     def prices(self, lines: Sequence[Line]) -> Prices:
         """Seconds of the verify forwards among which is chosen."""
