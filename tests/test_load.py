@@ -57,6 +57,17 @@ def run_of(name, requests, text="auto", kind="swinging", rounds=ROUNDS):
 RECORDED = Path(__file__).parent / "recorded"  # by record_texts.py
 
 
+@pytest.mark.parametrize(("sixteen", "parked"), [(2.2, True), (1.6, False)])
+def test_a_poor_request_drafts_where_that_makes_the_others_rows_cheaper(sixteen, parked):
+    """Three requests with three drafts each and a parked one run 13 rows; where 16 take less time, it is not parked."""
+    grid = CostGrid({(4, 4): 1.0, (4, 8): 1.3, (4, 15): 2.2, (4, 16): sixteen}, draft={(4, 3): 0.3}, part=0.6)
+    rng = np.random.default_rng(1)
+    levels = (np.full((400, 3), level) for level in (0.85, 0.85, 0.85, 0.05))
+    contents = [Content(own, rng.random(own.shape) < own) for own in levels]
+    run = sim.replay_load(make_batch_policy("auto", 3, True, grid), contents, grid)
+    assert (run.parked > 0.2) == parked and (run.parked < 0.03) == (not parked), run.parked
+
+
 def recorded(requests):
     """Every request answers all held-out prompts of the small pair, each from another one on."""
     with np.load(RECORDED / "texts.npz") as texts:

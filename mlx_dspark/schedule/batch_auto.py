@@ -8,10 +8,11 @@ not:
     max_k  sum of the k best worths from here - price * (T(rows + k) - T(rows)) > 0,   T the cheaper layout
 
 Which requests draft at all is decided before the draft is paid for: those whose forecast pays for their share of the
-batched proposal. The others are parked, and probe one by one as a single stream does, or all together where nobody
-drafts. How many slots are proposed, and whether the round's confidences are read by the host, ranked by the device or
-left alone, goes by what each has brought and what it costs. Deciding costs the host time as well: where a new decision
-brings less than that, the last one stands for some rounds, and no confidences travel but those before the next one.
+batched proposal. The others are parked (`batch_parking.py`), and probe one by one as a single stream does, or all
+together where nobody drafts. How many slots are proposed, and whether the round's confidences are read by the host,
+ranked by the device or left alone, goes by what each has brought and what it costs (`hindsight.py`). Deciding costs the
+host time as well: where a new decision brings less than that, the last one stands for some rounds, and no confidences
+travel but those before the next one.
 """
 
 from __future__ import annotations
