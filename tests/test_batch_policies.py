@@ -715,6 +715,7 @@ def test_rounds_that_are_taken_in_late_decide_the_same(monkeypatch):
 
 def test_what_is_put_off_is_judged_by_what_was_known_then(monkeypatch):
     """Verdicts come a round later, and are the same."""
+    monkeypatch.setattr(batch_auto.Load, "learned", True)
     verdicts, judge = [], BatchAuto._judge
 
     def told(self, case):

@@ -28,7 +28,7 @@ from .batch_parking import WATCH, ParkingLot
 from .batch_rate import ByCost, reason
 from .forecast import Forecast
 from .grid import PACKED, CostGrid, Prices
-from .hindsight import LOOK, RANK, Hindsight, Insight, Load, average_seconds, most_valuable
+from .hindsight import FULL, LOOK, RANK, Hindsight, Insight, Load, average_seconds, most_valuable
 from .lines import Known, Line, Plan
 from .parking import PROBE, WARM_UP, Parking, hoped
 from .ranking import Survivals, climb, survivals
@@ -36,7 +36,6 @@ from .rate import Calibrate
 from .refine import Shift, Spread
 from .worth import MOST, Shares, Work, row_seconds, worths
 
-FULL = 16  # decisions to draft: one in so many proposes the whole block, to see what the last slots are worth
 STAND = 16  # rounds for which a decision may be good
 IDLE = 32  # the same where everybody is parked
 JUDGED = 2  # decisions that stand: one in so many is judged by what its own round shows
@@ -184,8 +183,7 @@ class BatchAuto(ByCost):
         if all(line.fixed is None and not line.proposed for line in lines):
             return min(IDLE, self.lot.probes_in)
         load = self._load(len(lines))
-        learned = load.stale.count >= FULL and load.knows_widths
-        if not learned and any(line.proposed for line in lines) or not all(
+        if not load.learned and any(line.proposed for line in lines) or not all(
                 line.fixed is None and line.confidences is None and line.proposed <= self._width
                 and not (line.proposed and self.lot[line.request].why == PROBE)
                 and (self.known[line.request].forecast.rounds > 0 or not line.proposed) for line in lines):
@@ -289,14 +287,16 @@ class BatchAuto(ByCost):
         self._landed.clear()
 
     def learn_confidences(self, landed: Mapping[Hashable, Round], seen: Mapping[Hashable, Sequence[float]]) -> None:
-        """Was it good to draft, and to look? What probes have found is asked at once, the rest may wait."""
+        """Was it good to draft, and to look? That may wait where the host's time counts, but for what probes have found
+        and while little is known."""
         rounds = {request: one for request, one in landed.items() if one.rows}
         if not rounds:
             return
         depths = [one.start + len(one.tokens) for one in rounds.values()]
         self._account(list(rounds.values()), depths)
         case = self._witness(rounds, {r: own for r, own in seen.items() if not self.known[r].fixed}, depths)
-        if case is not None and case.probes:
+        waits = self.grid.deciding(len(rounds)) > 0 and self._load(len(rounds)).learned
+        if case is not None and (case.probes or not waits):
             self._judge(case)
         elif case is not None:
             self._cases.append(case)

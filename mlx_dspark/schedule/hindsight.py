@@ -18,6 +18,7 @@ from .ranking import Survivals, search, top
 from .worth import Work
 
 FAMILIAR = 8  # rounds after which a request's own insight counts as much as everybody's
+FULL = 16  # decisions to draft: one in so many proposes the whole block, to see what the last slots are worth
 RANK, LOOK = "rank", "look"
 
 
@@ -100,6 +101,11 @@ class Load:
     def knows_widths(self) -> bool:
         """Whether enough whole blocks were seen to propose less."""
         return self.deep[False, 1].count >= WARM_UP
+
+    @property
+    def learned(self) -> bool:
+        """Whether enough was seen to let decisions stand, and verdicts wait."""
+        return self.stale.count >= FULL and self.knows_widths
 
     def learn_depth(self, seen: Hindsight, gamma: int) -> None:
         """What would have come of proposing fewer slots: by forecasts, and of as many rows for the best slots."""
